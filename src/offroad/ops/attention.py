@@ -1,0 +1,71 @@
+"""Attention over pages, with the store of the step's own rows."""
+
+from __future__ import annotations
+
+import torch
+
+from offroad.models.spec import AttentionSpec
+from offroad.ops.spec import OpSpec, Tolerance
+from offroad.run.rows import PagedView, Rows
+
+TOLERANCE = {"float32": Tolerance(2e-5, 2e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(3e-3, 3e-3)}
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec
+) -> torch.Tensor:
+    """Causal attention of each row's tokens over its older rows in pages and its own fresh rows; stores the fresh ones.
+
+    q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]. A query at position p sees the
+    positions (p - window, p]. Rows before `start` come from pages, rows of this step from `k` and `v`: in a window
+    layer a late token of a chunk may already have no block. Then the fresh rows are written where the table has a
+    block (column value above 0). Scores and softmax in fp32.
+    """
+    out = torch.empty_like(q)
+    for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
+        span = slice(int(offset), int(offset + width))
+        first = max(0, int(start) - view.window + 1) if view.window else 0
+        old_k, old_v = _gather(view, int(slot), first, int(start))
+        keys, values = torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
+        out[span] = _row(q[span], keys.to(q.dtype), values.to(q.dtype), int(start) - first, view.window, spec)
+        if view.writable:
+            _store(view, k[span], v[span], int(slot), int(start))
+    return out.flatten(1)
+
+
+def _gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of positions [first, end) of a slot, [end - first, kv_heads, dim]."""
+    if end <= first:
+        return view.k[0, :0], view.v[0, :0]
+    column = first // view.block
+    blocks = view.table[slot, column : (end - 1) // view.block + 1].long()
+    cut = slice(first - column * view.block, end - column * view.block)
+    return view.k[blocks].flatten(0, 1)[cut], view.v[blocks].flatten(0, 1)[cut]
+
+
+def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: int | None, spec: AttentionSpec) -> torch.Tensor:
+    width, total = q.shape[0], k.shape[0]
+    repeat = spec.heads // spec.kv_heads
+    keys = k.float().repeat_interleave(repeat, dim=1)
+    values = v.float().repeat_interleave(repeat, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float() * spec.scale, keys)
+    if spec.softcap:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    at = torch.arange(width, device=q.device)[:, None] + old
+    key_at = torch.arange(total, device=q.device)[None]
+    hidden = key_at > at
+    if window:
+        hidden |= key_at <= at - window
+    scores = scores.masked_fill(hidden[None], float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+
+
+def _store(view: PagedView, k: torch.Tensor, v: torch.Tensor, slot: int, start: int) -> None:
+    at = torch.arange(start, start + k.shape[0], device=k.device)
+    blocks = view.table[slot, (at // view.block)].long()
+    live = blocks > 0
+    view.k[blocks[live], (at % view.block)[live]] = k[live].to(view.k.dtype)
+    view.v[blocks[live], (at % view.block)[live]] = v[live].to(view.v.dtype)
+
+
+OPS = (OpSpec("attention", attention.__doc__ or "", attention, TOLERANCE),)

@@ -1,0 +1,31 @@
+"""Linear layers and embeddings over packed weights."""
+
+from __future__ import annotations
+
+import torch
+
+from offroad.ops.spec import OpSpec, Tolerance
+from offroad.quant.packed import Packed, dequantise
+
+TOLERANCE = {"float32": Tolerance(2e-4, 2e-5), "bfloat16": Tolerance(3e-2, 1.6e-2), "float16": Tolerance(4e-3, 2e-3)}
+
+
+def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """`x w^T + bias`; x [tokens, k] -> [tokens, n] in x's dtype, products in the wider of the two dtypes."""
+    w = weight.tensors["w"] if weight.layout == "dense" else dequantise(weight)
+    if w.dtype != x.dtype:
+        w = w.to(x.dtype)
+    return torch.nn.functional.linear(x, w, weight.bias)
+
+
+def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `ids` of the embedding times `scale`; ids int64 [tokens] -> [tokens, hidden] in `dtype`."""
+    picked = Packed(weight.layout, ids.shape[0], weight.k, {name: t[ids] for name, t in weight.tensors.items()}, weight.group)
+    rows = dequantise(picked).to(dtype)
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype)
+
+
+OPS = (
+    OpSpec("linear", linear.__doc__ or "", linear, TOLERANCE),
+    OpSpec("embed", embed.__doc__ or "", embed, {name: Tolerance(0.0, t.relative) for name, t in TOLERANCE.items()}),
+)

@@ -1,0 +1,96 @@
+"""Ops, problems, kernels and verdicts: choosing a kernel is data, and every refusal has a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from offroad.device.profile import DeviceProfile
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest allowed difference to the fp32 reference: `|a - b| <= absolute + relative * |b|`."""
+
+    absolute: float
+    relative: float
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An op: what it computes (`doc`), its plain-PyTorch `reference`, and the tolerance by activation dtype."""
+
+    name: str
+    doc: str
+    reference: Callable[..., Any]
+    tolerance: dict[str, Tolerance]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a cell needs of a kernel: sizes by name, dtypes, and flags such as "window" or "qk_norm"."""
+
+    op: str
+    phase: str  # "prefill", "decode", "verify", "draft"
+    dtype: str  # activations
+    kv_dtype: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
+    features: frozenset[str] = frozenset()
+    stored: tuple[str, ...] = ()  # linear: how the checkpoint stores each part
+
+    def size(self, name: str) -> int:
+        return dict(self.sizes)[name]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a kernel takes a problem on a device. `cost` orders candidates (estimated seconds, or a rank)."""
+
+    ok: bool
+    reason: str
+    cost: float = 0.0
+    layout: str = ""  # linear: the packed layout it reads
+    workspace: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.reason, "a verdict needs a reason"
+
+
+def refuse(reason: str) -> Verdict:
+    return Verdict(False, reason)
+
+
+Bound = Callable[..., Any]
+
+
+class Kernel(Protocol):
+    """A kernel's needs are data: `check` imports no toolchain and touches no device; `prepare` may compile."""
+
+    name: str
+    op: str
+    reference: bool
+
+    def check(self, device: DeviceProfile, problem: Problem) -> Verdict: ...
+
+    def prepare(self, device: DeviceProfile, problem: Problem) -> Bound: ...
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Ops and kernels by name."""
+
+    ops: dict[str, OpSpec] = field(default_factory=dict)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    def add_op(self, op: OpSpec) -> None:
+        assert op.name not in self.ops, op.name
+        self.ops[op.name] = op
+
+    def add(self, kernel: Kernel) -> None:
+        assert kernel.name not in self.kernels, kernel.name
+        assert kernel.op in self.ops, kernel.op
+        self.kernels[kernel.name] = kernel
+
+    def candidates(self, op: str) -> list[Kernel]:
+        return [kernel for kernel in self.kernels.values() if kernel.op == op]

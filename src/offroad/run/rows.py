@@ -1,0 +1,47 @@
+"""What one step runs, as tensors on the device: the only argument besides ops that a model's forward gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one step; row r runs the tokens `[offset[r], offset[r] + width[r])` of the flat token axis, which sit at
+    positions `[start[r], start[r] + width[r])` of slot `slot[r]`. The first `verify` rows are verify rows (width 1 +
+    drafts), the others chunks. Host copies serve reference kernels; device kernels read the tensors.
+    """
+
+    ids: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    slot: np.ndarray  # int32 [rows]
+    start: np.ndarray  # int32 [rows]
+    width: np.ndarray  # int32 [rows]
+    offset: np.ndarray  # int32 [rows]
+    slot_t: torch.Tensor  # int32 [rows], as the arrays above, on the device
+    start_t: torch.Tensor
+    width_t: torch.Tensor
+    offset_t: torch.Tensor
+    verify: int
+    wanted: torch.Tensor  # int64 [n]: tokens whose logits are needed
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[0]
+
+
+@dataclass(frozen=True)
+class PagedView:
+    """An item's pages as a kernel sees them: `k`, `v` [blocks, block, kv_heads, head_dim] (rows by position), `table`
+    int32 [slots, columns]; block 0 is the bin: a column that holds 0 stores nothing that is ever read. `writable` is
+    False for a reader of another layer's item."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    block: int
+    window: int | None = None
+    writable: bool = True

@@ -1,0 +1,65 @@
+"""What goes into the engine and what comes out of it, as messages that also travel between processes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from offroad.sample.params import SamplingParams
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt. The engine makes `params.n` sequences of it, with seeds derived from `seed` and the index.
+
+    `marks`: lengths in tokens of prompt prefixes worth a checkpoint (ends of system part and of user turns).
+    `salt` keeps the prefix cache apart between users. `eos_ids` end a sequence unless `ignore_eos`.
+    """
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    eos_ids: tuple[int, ...] = ()
+    marks: tuple[int, ...] = ()
+    salt: str = ""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the chosen token, and the best ones as (token, logprob), best first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
+    """New tokens of sequence `index` of a request. `finish_reason` is set on its last event: "stop" (eos or a stop id,
+    named in `stop_reason`), "length", "abort" or "error" (with `error`). A finishing eos or stop id is in `token_ids`.
+
+    `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    cached: int = 0
+    matched: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """The engine's gauges and counters, sent with each step's events. Counters only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_matched_tokens: int = 0
+    prefix_resumed_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0

@@ -1,0 +1,93 @@
+"""What the host asks of the device in one step, and what comes back: integers, the same bytes for every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+import numpy as np
+
+from offroad.sample.params import SamplingParams
+
+
+class Kind(IntEnum):
+    """What a row does: run a chunk of known tokens, or run its pending token (and drafts) and sample."""
+
+    VERIFY = 0
+    CHUNK = 1
+
+
+class Want(IntFlag):
+    """What a row asks for at its last token. A chunk that does not reach the end of its prompt wants nothing."""
+
+    NOTHING = 0
+    SAMPLE = 1
+    LOGPROBS = 2
+
+
+class Table(IntEnum):
+    """The two block tables of a slot."""
+
+    HISTORY = 0
+    WINDOW = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """A slot that begins: its known tokens, how many are in the caches already, and how to sample.
+
+    `prompt_len` is the length of the request's own prompt: after a preemption `tokens` also holds generated ones, and
+    penalties of presence and frequency count only those.
+    """
+
+    slot: int
+    tokens: np.ndarray  # int64 [known tokens]
+    length: int
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. Verify rows come first, then chunks. `width` bounds the tokens a row runs (1 + drafts, or the chunk).
+
+    `tables` rows are (slot, Table, column, block); they are applied before anything runs. `restores` rows are
+    (checkpoint, slot, boundary), copied at the head; `captures` rows are (checkpoint, slot, boundary), copied at the
+    tail iff the old length < boundary <= the new one.
+    """
+
+    number: int
+    slot: np.ndarray  # int32 [rows]
+    kind: np.ndarray  # uint8 [rows]
+    width: np.ndarray  # int32 [rows]
+    wants: np.ndarray  # uint8 [rows]
+    tables: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), np.int32))
+    restores: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    captures: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    starts: tuple[Start, ...] = ()
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """`chosen` [rows], `top_ids` and `top` [rows, MAX_LOGPROBS]; rows without Want.LOGPROBS hold zeros."""
+
+    chosen: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`accepted` int32 [rows]: by how much each row's length moved (a chunk: its width; verify: 1 + accepted drafts).
+
+    `tokens` int64 [rows, k + 1]: what was sampled; a row that wants nothing holds -1. A chunk with Want.SAMPLE samples
+    one token, which becomes the pending token at the new length. `bad_layer` int16 [rows]: -1, or the first layer with
+    a non-finite value (the number of layers: the logits).
+    """
+
+    number: int
+    accepted: np.ndarray
+    tokens: np.ndarray
+    bad_layer: np.ndarray
+    logprobs: Logprobs | None = None

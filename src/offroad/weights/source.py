@@ -1,0 +1,61 @@
+"""A checkpoint on disk seen in one way, whatever its format: a config, headers, tensors, tokenizer files.
+
+Names and conventions are Hugging Face's: a GGUF source translates its own. Headers are read without the data, since the
+plan is made from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One stored tensor: logical shape, how it is stored (`f32`, `f16`, `bf16`, `gguf.q4_1`, ...), bytes on disk."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+
+
+Headers = dict[str, TensorHeader]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as the file holds it. `data` is the raw array: the tensor itself for float kinds, uint8
+    `[n, bytes per row]` for GGUF block kinds."""
+
+    header: TensorHeader
+    data: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What the text side needs: the `tokenizer.json` text, the chat template, special tokens, generation defaults."""
+
+    tokenizer_json: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    eos_ids: tuple[int, ...]
+    add_bos: bool
+    generation: dict[str, Any]
+
+
+class Source(Protocol):
+    """`conventions` may hold "norm_plus_one": norm weights already include the one that "plus_one" would add."""
+
+    path: Path
+    config: dict[str, Any]
+    headers: Headers
+    conventions: frozenset[str]
+
+    def read(self, name: str) -> Stored: ...
+
+    def tokenizer(self) -> TokenizerFiles: ...
