@@ -25,15 +25,15 @@ def attention(
     for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
         span = slice(int(offset), int(offset + width))
         first = max(0, int(start) - view.window + 1) if view.window else 0
-        old_k, old_v = _gather(view, int(slot), first, int(start))
+        old_k, old_v = gather(view, int(slot), first, int(start))
         keys, values = torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
         out[span] = _row(q[span], keys.to(q.dtype), values.to(q.dtype), int(start) - first, view.window, spec)
         if view.writable:
-            _store(view, k[span], v[span], int(slot), int(start))
+            store(view, k[span], v[span], int(slot), int(start))
     return out.flatten(1)
 
 
-def _gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of positions [first, end) of a slot, [end - first, kv_heads, dim]."""
     if end <= first:
         return view.k[0, :0], view.v[0, :0]
@@ -51,16 +51,20 @@ def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: in
     scores = torch.einsum("qhd,khd->hqk", q.float() * spec.scale, keys)
     if spec.softcap:
         scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    at = torch.arange(width, device=q.device)[:, None] + old
-    key_at = torch.arange(total, device=q.device)[None]
-    hidden = key_at > at
-    if window:
-        hidden |= key_at <= at - window
-    scores = scores.masked_fill(hidden[None], float("-inf"))
+    scores = scores.masked_fill(~visible(width, total, old, window, q.device)[None], float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
 
 
-def _store(view: PagedView, k: torch.Tensor, v: torch.Tensor, slot: int, start: int) -> None:
+def visible(width: int, total: int, old: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which of `total` keys each of `width` queries sees, bool [width, total]; the first query is key number `old`."""
+    at = torch.arange(width, device=device)[:, None] + old
+    key_at = torch.arange(total, device=device)[None]
+    seen = key_at <= at
+    return seen & (key_at > at - window) if window else seen
+
+
+def store(view: PagedView, k: torch.Tensor, v: torch.Tensor, slot: int, start: int) -> None:
+    """Writes rows of positions [start, start + len(k)) where the slot's table has a block."""
     at = torch.arange(start, start + k.shape[0], device=k.device)
     blocks = view.table[slot, (at // view.block)].long()
     live = blocks > 0

@@ -32,6 +32,20 @@ class Rows:
     def tokens(self) -> int:
         return self.ids.shape[0]
 
+    def parts(self) -> tuple[Rows, Rows, int]:
+        """(verify rows, chunk rows, tokens of the former); ids and positions are cut, offsets start from 0 in each."""
+        cut = int(self.width[: self.verify].sum())
+        head, tail = slice(None, self.verify), slice(self.verify, None)
+
+        def part(rows: slice, tokens: slice, verify: int, shift: int) -> Rows:
+            return Rows(
+                self.ids[tokens], self.positions[tokens], self.slot[rows], self.start[rows], self.width[rows],
+                self.offset[rows] - shift, self.slot_t[rows], self.start_t[rows], self.width_t[rows],
+                self.offset_t[rows] - shift, verify, self.wanted,
+            )
+
+        return part(head, slice(None, cut), self.verify, 0), part(tail, slice(cut, None), 0, cut), cut
+
 
 @dataclass(frozen=True)
 class PagedView:

@@ -1,0 +1,152 @@
+"""The engine: loads a model by its plan, then turns requests into token events, one step at a time.
+
+No text and no HTTP here. It runs in the caller's process (`LLM`, tests) or in its own (`execute/`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from offroad.cache.spec import CacheConfig
+from offroad.device.probe import resolve_device
+from offroad.errors import PlanError
+from offroad.models.registry import resolve_model
+from offroad.ops.plan import Plan, plan
+from offroad.ops.registry import default_registry, packers
+from offroad.run.runner import Runner, prepare
+from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.step import Step
+from offroad.settings import Settings
+from offroad.weights.load import load, verify_headers
+from offroad.weights.locate import open_source
+from offroad.weights.source import Source, TokenizerFiles
+
+Progress = Callable[[str, float, str], None]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client may want to know of a loaded engine."""
+
+    model: str
+    family: str
+    max_model_len: int
+    max_num_seqs: int
+    vocab: int
+    dtype: str
+    device: str
+    plan_summary: str
+    plan_fingerprint: str
+    memory_summary: str
+    load_seconds: float
+    plan_json: str
+
+
+def _silent(phase: str, fraction: float, note: str) -> None:
+    """Nobody watches the loading."""
+
+
+def make_plan(settings: Settings, source: Source) -> Plan:
+    """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
+    resolved = resolve_model(source.config)
+    verify_headers(resolved.spec, source)
+    dtype = source.config.get("torch_dtype") or source.config.get("dtype")
+    name = settings.served_model_name or settings.model
+    return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
+
+
+class Engine:
+    """Requests in, token events out. `step()` does the work; nothing happens between calls."""
+
+    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+        began, report = time.perf_counter(), progress or _silent
+        self.settings = settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        report("pull", 0.0, settings.model)
+        source = open_source(settings, lambda done, note: report("pull", done, note))
+        report("plan", 0.0, "")
+        self.plan = make_plan(settings, source)
+        if self.plan.device.source == "file":
+            raise PlanError(f"device {self.plan.device.name} is a profile", found="a request to run on it",
+                            accepted="auto, cpu, cuda", next=f"use `offroad plan --device {self.plan.device.name}`")
+        resolved = resolve_model(source.config)
+        report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
+        bounds = prepare(self.plan, default_registry())
+        device = torch.device(self.plan.device.kind)
+        report("load", 0.0, "")
+        weights = load(
+            resolved.spec, source, self.plan.layout, getattr(torch, self.plan.dtype), device, packers(),
+            lambda done, note: report("load", done, note),
+        )
+        self.runner = Runner(self.plan, resolved.spec, resolved.model(), weights, bounds, device)
+        self.scheduler = self._scheduler()
+        self.in_flight: deque[Step] = deque()
+        self.source_tokenizer: TokenizerFiles = source.tokenizer()
+        self.info = self._info(time.perf_counter() - began, resolved.spec.vocab)
+        report("load", 1.0, "ready")
+
+    def _scheduler(self) -> Scheduler:
+        p = self.plan
+        config = CacheConfig(
+            block=p.block, history_blocks=p.memory.history_blocks, window_blocks=p.memory.window_blocks, keep=p.keep,
+            slots=p.memory.slots, checkpoints=0, rings=False, k=p.k, max_len=p.max_len, namespace=p.fingerprint,
+            prefix_caching=self.settings.enable_prefix_caching, checkpoint_interval=self.settings.checkpoint_interval,
+        )
+        return Scheduler(config, max_num_batched_tokens=p.chunk, max_waiting=self.settings.max_waiting, depth=p.depth)
+
+    def _info(self, seconds: float, vocab: int) -> EngineInfo:
+        p, m = self.plan, self.plan.memory
+        gib = 1024**3
+        memory = f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
+        return EngineInfo(
+            model=p.model, family=p.family, max_model_len=p.max_len, max_num_seqs=p.max_num_seqs, vocab=vocab, dtype=p.dtype,
+            device=p.device.name, plan_summary=p.summary(), plan_fingerprint=p.fingerprint, memory_summary=memory,
+            load_seconds=seconds, plan_json=json.dumps(p.to_json()),
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises RequestError if it can never fit, QueueFull if too many wait."""
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; unknown or finished ids are ignored, since an abort may cross a finish."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self.in_flight) or self.scheduler.has_work()
+
+    def step(self) -> list[TokenEvent]:
+        """Launches a step if one can be built, and commits the oldest once `depth` are in flight."""
+        began = time.perf_counter()
+        step = self.scheduler.build()
+        if step is not None:
+            self.runner.launch(step)
+            self.in_flight.append(step)
+        events = self.scheduler.drain_events()
+        if self.in_flight and (step is None or len(self.in_flight) >= self.plan.depth):
+            done = self.in_flight.popleft()
+            events += self.scheduler.commit(done, self.runner.result())
+        self.scheduler.seconds += time.perf_counter() - began
+        return events
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def check(self) -> None:
+        """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""
+        self.scheduler.check()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix that no running request holds."""
+        self.scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Frees weights and caches; the engine cannot be used afterwards."""
+        del self.runner

@@ -1,0 +1,212 @@
+"""The Python API: `LLM(model).generate(prompts, sampling_params)`, with the engine in the caller's process."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from offroad.engine import Engine, Progress
+from offroad.errors import RequestError
+from offroad.sample.params import SamplingParams
+from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
+from offroad.settings import Settings
+from offroad.text.chat_template import ChatTemplate, encode_with_marks
+from offroad.text.detokenize import OutputStream
+from offroad.text.tokenizer import Tokenizer
+
+Prompt = str | dict[str, Any]
+
+
+@dataclass
+class CompletionOutput:
+    """One sequence of a request. `finish_reason`: "stop", "length", "abort" or "error"; `stop_reason`: which string or id."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class Usage:
+    """Tokens of a request; `cached_tokens` are the prompt's that were resumed from the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    time_to_first_token: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class RequestOutput:
+    """The result of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    usage: Usage
+    finished: bool = False
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """New text of sequence `index`; `output` is the request's result so far."""
+
+    index: int
+    text: str
+    output: RequestOutput
+
+
+class LLM:
+    """A loaded model. `LLM("smollm2-135m", max_num_seqs=8)`: keywords are `Settings` fields.
+
+    Raises ModelNotFound, ModelError, PlanError or SettingsError.
+    """
+
+    def __init__(self, model: str, *, progress: Progress | None = None, engine: Engine | None = None, **settings: Any) -> None:
+        self.settings = Settings.of(model=model, **settings)
+        self.engine = engine or Engine(self.settings, progress)
+        files = self.engine.source_tokenizer
+        self.tokenizer = Tokenizer(files)
+        self.template = ChatTemplate(files, self.settings.chat_template)
+        self._ids = count()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Completes each prompt: a string, or {"prompt_token_ids": [...]}. Results come in the order of the prompts.
+
+        Raises RequestError, and then nothing has been run.
+        """
+        listed = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
+        params = self._params(sampling_params, len(listed))
+        encoded = [self._encode(prompt) for prompt in listed]
+        return self._run([self._request(ids, (), p) for (_, ids), p in zip(encoded, params, strict=True)],
+                         [text for text, _ in encoded])
+
+    def chat(
+        self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or several; `template` goes to the chat template."""
+        conversations = messages if messages and isinstance(messages[0], list) else [messages]
+        params = self._params(sampling_params, len(conversations))
+        requests, texts = [], []
+        for conversation, p in zip(conversations, params, strict=True):
+            rendered = self.template.render(conversation, **template)
+            ids, marks = encode_with_marks(self.tokenizer, rendered)
+            requests.append(self._request(ids, marks, p))
+            texts.append(rendered.text)
+        return self._run(requests, texts)
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template: Any
+    ) -> Iterator[StreamChunk]:
+        """Answers one conversation piece by piece; closing the iterator aborts the request."""
+        rendered = self.template.render(messages, **template)
+        ids, marks = encode_with_marks(self.tokenizer, rendered)
+        [params] = self._params(sampling_params, 1)
+        yield from self._stream([self._request(ids, marks, params)], [rendered.text])
+
+    def close(self) -> None:
+        """Frees the engine's memory."""
+        self.engine.close()
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, n: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or SamplingParams()] * n
+        if len(given) != n:
+            raise RequestError("sampling_params", param="sampling_params", found=f"{len(given)} for {n} prompts",
+                               accepted="one, or one for each prompt")
+        return list(given)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if set(prompt) == {"prompt_token_ids"}:
+            return None, list(prompt["prompt_token_ids"])
+        raise RequestError("prompt", param="prompt", found=sorted(prompt), accepted='a string or {"prompt_token_ids": [...]}')
+
+    def _request(self, ids: list[int], marks: tuple[int, ...], params: SamplingParams) -> Request:
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        return Request(id=f"llm-{next(self._ids)}", prompt_ids=ids, params=params, seed=seed,
+                       eos_ids=self.tokenizer.eos_ids, marks=marks)
+
+    def _run(self, requests: list[Request], texts: list[str | None]) -> list[RequestOutput]:
+        results: dict[str, RequestOutput] = {}
+        for chunk in self._stream(requests, texts):
+            results[chunk.output.request_id] = chunk.output
+        return [results[request.id] for request in requests]
+
+    def _stream(self, requests: list[Request], texts: list[str | None]) -> Iterator[StreamChunk]:
+        """Submits as many as the queue takes, steps the engine, and yields text as it comes."""
+        open_requests = {r.id: _Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)}
+        waiting = list(reversed(requests))
+        for request in requests:
+            self.engine.scheduler.validate(request)
+        try:
+            while open_requests:
+                while waiting and self.engine.stats().waiting < self.settings.max_waiting:
+                    self.engine.submit(waiting.pop())
+                for event in self.engine.step():
+                    if (collector := open_requests.get(event.request_id)) is None:
+                        continue  # the end of a request that a stop string has ended before
+                    yield collector.take(event)
+                    if collector.stopped_by_text:
+                        self.engine.abort(event.request_id)
+                    if collector.output.finished:
+                        del open_requests[event.request_id]
+        finally:
+            for request_id in open_requests:
+                self.engine.abort(request_id)
+            while self.engine.has_work():
+                self.engine.step()
+
+
+class _Collector:
+    """Turns a request's events into its `RequestOutput`."""
+
+    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer) -> None:
+        n = request.params.n
+        wants = request.params.logprobs is not None
+        outputs = [CompletionOutput(i, logprobs=[] if wants else None) for i in range(n)]
+        self.output = RequestOutput(request.id, text, request.prompt_ids, outputs, Usage(len(request.prompt_ids)))
+        self.streams = [OutputStream(tokenizer, request.params) for _ in range(n)]
+        self.began = time.perf_counter()
+        self.stopped_by_text = False
+
+    def take(self, event: TokenEvent) -> StreamChunk:
+        """Adds an event; events after a stop string are dropped."""
+        out, usage = self.output.outputs[event.index], self.output.usage
+        self.stopped_by_text = False
+        if out.finish_reason is not None:
+            return StreamChunk(event.index, "", self.output)
+        if usage.time_to_first_token is None and event.token_ids:
+            usage.time_to_first_token = time.perf_counter() - self.began
+        usage.cached_tokens = max(usage.cached_tokens, event.cached)
+        delta = self.streams[event.index].push(event.token_ids)
+        text = delta.text
+        out.token_ids += event.token_ids
+        usage.completion_tokens += len(event.token_ids)
+        if out.logprobs is not None and event.logprobs:
+            out.logprobs += event.logprobs
+        if delta.stopped:
+            out.finish_reason, out.stop_reason = "stop", delta.stop_reason
+            # The request is aborted once no sibling still runs; a stopped sequence's later tokens are dropped.
+            self.stopped_by_text = all(o.finish_reason for o in self.output.outputs)
+        elif event.finish_reason:
+            text += self.streams[event.index].finish().text
+            out.finish_reason, out.stop_reason, out.error = event.finish_reason, event.stop_reason, event.error
+        out.text += text
+        self.output.finished = all(o.finish_reason for o in self.output.outputs)
+        usage.seconds = time.perf_counter() - self.began
+        return StreamChunk(event.index, text, self.output)

@@ -1,0 +1,110 @@
+"""Gemma-3 (text): five sliding layers to one full, two RoPE bases, norms with 1 + w on both sides of each block.
+
+`h += post(attention(norm(h))); h += post(mlp(norm(h)))`, q and k normed per head, embeddings scaled by sqrt(hidden)
+rounded to the checkpoint's dtype as in Hugging Face, gated GELU (tanh).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offroad.models.config import Config
+from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, LinearSpec, ModelSpec, Paged, Plane, RopeSpec, TensorSpec
+from offroad.ops.bound import Ops
+from offroad.run.rows import Rows
+
+ARCHITECTURES = {"Gemma3ForCausalLM": "gemma3_text"}
+
+
+def model_spec(values: dict[str, Any]) -> ModelSpec:
+    """The spec of a Gemma-3 text checkpoint. Raises ModelError for variants that are not implemented."""
+    config = Config(values, "gemma3_text")
+    hidden, count = config.get("hidden_size", int), config.get("num_hidden_layers", int)
+    config.expect("hidden_activation", "gelu_pytorch_tanh")
+    config.expect("hidden_act", "gelu_pytorch_tanh")
+    config.expect("attention_bias", False)
+    config.expect("use_bidirectional_attention", False)
+    config.expect("tie_word_embeddings", True)
+    config.expect("final_logit_softcapping")
+    softcap = config.get("attn_logit_softcapping", float, None)
+    window = config.get("sliding_window", int)
+    full, sliding = _ropes(config)
+    heads, dim = config.get("num_attention_heads", int), config.get("head_dim", int, 256)
+    scale = float(config.get("query_pre_attn_scalar", float, 256.0)) ** -0.5
+    kv_heads = config.get("num_key_value_heads", int)
+    pattern = config.get("sliding_window_pattern", int, config.get("_sliding_window_pattern", int, 6))
+    kinds = config.get("layer_types", list, ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)])
+    layers = []
+    for i, kind in enumerate(kinds):
+        local = kind == "sliding_attention"
+        rope = RopeSpec(dim, *(sliding if local else full))
+        attention = AttentionSpec(heads, kv_heads, dim, scale, rope, window if local else None, qk_norm=True, softcap=softcap)
+        layers.append(_layer(i, hidden, attention, FfnSpec(config.get("intermediate_size", int), "gelu_tanh")))
+    spec = ModelSpec(
+        family="gemma3_text", hidden=hidden, vocab=config.get("vocab_size", int, 262208),
+        max_len=config.get("max_position_embeddings", int, 131072), norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        layers=tuple(layers), embed="model.embed_tokens",
+        tensors=(TensorSpec("model.norm.weight", "norm", (hidden,), "plus_one"),),
+        embed_scale=hidden**0.5, ignored=(r"lm_head\.weight",),
+    )
+    config.done()
+    return spec
+
+
+def _ropes(config: Config) -> tuple[tuple, tuple]:
+    """(base, scaling) of the full and of the sliding layers, from either spelling of the config."""
+    local = config.get("rope_local_base_freq", float, 10000.0)
+    parameters = config.values.get("rope_parameters") or {}
+    if "full_attention" in parameters:
+        config.read |= {"rope_parameters", "rope_theta", "rope_scaling"}
+        full, sliding = dict(parameters["full_attention"]), dict(parameters["sliding_attention"])
+        return (
+            (float(full.pop("rope_theta")), config.scaling(full)),
+            (float(sliding.pop("rope_theta")), config.scaling(sliding)),
+        )
+    return config.rope(1_000_000.0), (local, ())
+
+
+def _layer(i: int, hidden: int, attention: AttentionSpec, ffn: FfnSpec) -> LayerSpec:
+    at, dim = f"model.layers.{i}", attention.head_dim
+    q, kv = attention.heads * dim, attention.kv_heads * dim
+    linears = (
+        LinearSpec("qkv", ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)), hidden),
+        LinearSpec("o", ((f"{at}.self_attn.o_proj", hidden),), q),
+        LinearSpec("gate_up", ((f"{at}.mlp.gate_proj", ffn.size), (f"{at}.mlp.up_proj", ffn.size)), hidden),
+        LinearSpec("down", ((f"{at}.mlp.down_proj", hidden),), ffn.size),
+    )
+    names = {
+        "input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm",
+    }
+    tensors = [TensorSpec(f"{at}.{name}.weight", target, (hidden,), "plus_one") for name, target in names.items()]
+    tensors += [TensorSpec(f"{at}.self_attn.{n}_norm.weight", f"{n}_norm", (dim,), "plus_one") for n in "qk"]
+    row = (attention.kv_heads, dim)
+    keep = attention.window - 1 if attention.window else 0
+    items = (("kv", Paged((Plane("k", row), Plane("v", row)), attention.window, keep)),)
+    return LayerSpec(attention, ffn, items, linears, tuple(tensors))
+
+
+class Gemma3:
+    """The forward pass over bound ops."""
+
+    def forward(self, rows: Rows, ops: Ops) -> torch.Tensor:
+        """Normed hidden states of the wanted tokens, [wanted, hidden]."""
+        residual = ops.embed(rows.ids)
+        h = ops.layers[0].norm("input_norm", residual)
+        last = len(ops.layers) - 1
+        for i, layer in enumerate(ops.layers):
+            q, k, v = layer.qkv_rope(layer.linear("qkv", h), rows)
+            h = layer.linear("o", layer.attention(q, k, v, rows))
+            if i == last:  # nothing is stored after this: only the wanted tokens go on
+                h, residual = h[rows.wanted], residual[rows.wanted]
+            h, residual = layer.sandwich_norm("post_attention_norm", "mlp_norm", h, residual)
+            h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+            following = ops.model if i == last else ops.layers[i + 1]
+            name = "norm" if i == last else "input_norm"
+            h, residual = layer.sandwich_norm("post_mlp_norm", name, h, residual, weight_of=following)
+            ops.observe(i, residual)
+        return h

@@ -1,0 +1,49 @@
+"""Which model file serves which architecture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from offroad.errors import ModelError
+from offroad.models import gemma3, llama
+from offroad.models.spec import ModelSpec
+from offroad.ops.bound import Ops
+from offroad.run.rows import Rows
+
+
+class Model(Protocol):
+    """Plain code that calls ops by name and knows no kernel."""
+
+    def forward(self, rows: Rows, ops: Ops) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checkpoint's spec and the class that runs it."""
+
+    spec: ModelSpec
+    model: type[Model]
+
+
+_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3))
+
+
+def architectures() -> dict[str, str]:
+    """Hugging Face architecture names that are served, with their model types."""
+    return {name: kind for module, _ in _FAMILIES for name, kind in module.ARCHITECTURES.items()}
+
+
+def resolve_model(config: dict[str, Any]) -> Resolved:
+    """The spec and class for a `config.json`. Raises ModelError that lists the known architectures."""
+    names = config.get("architectures") or []
+    kind = config.get("model_type")
+    for module, model in _FAMILIES:
+        for name, model_type in module.ARCHITECTURES.items():
+            if name in names or (not names and kind == model_type):
+                return Resolved(module.model_spec({**config, "model_type": model_type}), model)
+    found = ", ".join(names) or f"model_type {kind!r}"
+    raise ModelError("architecture", found=found, accepted=", ".join(architectures()),
+                     next="serve a model of one of these families")

@@ -1,0 +1,173 @@
+"""The cells of a plan and how each is resolved: every (layer, op, phase) gets a kernel, and every refusal a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from offroad.device.profile import DeviceProfile
+from offroad.errors import SettingsError
+from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged
+from offroad.ops.spec import Kernel, Problem, Registry, Verdict
+from offroad.settings import Settings
+from offroad.weights.source import Headers
+
+PHASES = ("prefill", "decode")
+MODEL = -1  # the layer number of what stands outside layers
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One thing to be computed: `op` of layer `layer` (MODEL: outside layers) in `phase`; linears are "linear:name"."""
+
+    layer: int
+    op: str
+    phase: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    kernel: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved."""
+
+    kernel: str
+    reason: str
+    problem: Problem
+    layout: str = ""
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that must agree on one packed layout (all uses of one weight), or a cell that stands alone."""
+
+    cells: tuple[tuple[Cell, Problem], ...]
+
+
+def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: int) -> Iterator[Group]:
+    """Every group of the model. `headers` say how each weight is stored."""
+    def problem(op: str, phase: str, sizes: dict[str, int], features: tuple[str, ...] = (), stored: tuple[str, ...] = ()) -> Problem:
+        return Problem(op, phase, dtype, kv_dtype, tuple(sorted(sizes.items())), frozenset(features), stored)
+
+    def both(layer: int, op: str, sizes: dict[str, int], features: tuple[str, ...] = ()) -> Iterator[Group]:
+        for phase in PHASES:
+            yield Group(((Cell(layer, op, phase), problem(op, phase, sizes, features)),))
+
+    def weight(layer: int, linear: LinearSpec, uses: tuple[str, ...]) -> Group:
+        stored = tuple(headers[f"{module}.weight"].kind for module, _ in linear.parts if f"{module}.weight" in headers)
+        sizes = {"n": linear.n, "k": linear.k}
+        cells = []
+        for use in uses:
+            op = use.partition(":")[0]
+            features = ("bias",) if linear.bias else ()
+            cells += [(Cell(layer, use, phase), problem(op, phase, sizes, features, stored)) for phase in PHASES]
+        return Group(tuple(cells))
+
+    embed = LinearSpec("embed", ((spec.embed, spec.vocab),), spec.hidden)
+    if spec.head is None:
+        yield weight(MODEL, embed, ("embed", "linear:head"))
+    else:
+        yield weight(MODEL, embed, ("embed",))
+        yield weight(MODEL, spec.head, ("linear:head",))
+    for i, layer in enumerate(spec.layers):
+        for linear in layer.linears:
+            yield weight(i, linear, (f"linear:{linear.name}",))
+        yield from both(i, "attention", *_attention(layer, block))
+        mixer = layer.mixer
+        features = ("qk_norm",) if mixer.qk_norm else ()
+        yield from both(i, "qkv_rope", {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim,
+                                        "rope_dim": mixer.rope.dim}, features)
+        yield from both(i, "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,))
+    sandwich = any(t.target == "post_mlp_norm" for t in spec.layers[0].tensors)
+    for op in ("norm", "sandwich_norm" if sandwich else "add_norm"):
+        yield from both(MODEL, op, {"hidden": spec.hidden})
+
+
+def _attention(layer: LayerSpec, block: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    mixer: AttentionSpec = layer.mixer
+    item = dict(layer.items)["kv"]
+    sizes = {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "block": block}
+    features = []
+    if isinstance(item, Paged) and item.window:
+        sizes["window"] = item.window
+        features.append("window")
+    if mixer.softcap:
+        features.append("softcap")
+    return sizes, tuple(features)
+
+
+class Resolver:
+    """Asks every candidate of every cell, and takes the cheapest that agrees on a layout within its group."""
+
+    def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings) -> None:
+        self.registry, self.device = registry, device
+        self.allow_reference = settings.allow_reference or device.kind == "cpu"
+        self.forced = self._forced(settings.kernel)
+        self.check = lru_cache(maxsize=None)(self._check)
+
+    def _forced(self, entries: tuple[str, ...]) -> dict[str, str]:
+        forced = {}
+        for entry in entries:
+            op, _, name = entry.partition("=")
+            base = op.partition(":")[0]
+            if base not in self.registry.ops:
+                raise SettingsError("--kernel", found=f"op {op!r}", accepted=", ".join(self.registry.ops))
+            known = {kernel.name for kernel in self.registry.candidates(base)}
+            if name not in known:
+                raise SettingsError(f"--kernel {op}", found=name, accepted=", ".join(sorted(known)))
+            forced[op] = name
+        return forced
+
+    def _check(self, name: str, problem: Problem, forced: str | None) -> Verdict:
+        kernel: Kernel = self.registry.kernels[name]
+        if forced is not None and name != forced:
+            return Verdict(False, f"--kernel names {forced}")
+        if kernel.reference and not self.allow_reference:
+            return Verdict(False, "a reference kernel, slow on a GPU; allow it with --allow-reference")
+        return kernel.check(self.device, problem)
+
+    def resolve(self, group: Group) -> dict[Cell, Choice]:
+        """A choice for each cell of the group; cells without a kernel have kernel ""."""
+        verdicts: list[dict[str, Verdict]] = []
+        for cell, problem in group.cells:
+            forced = self.forced.get(cell.op, self.forced.get(problem.op))
+            names = [kernel.name for kernel in self.registry.candidates(problem.op)]
+            verdicts.append({name: self.check(name, problem, forced) for name in names})
+        layout = self._layout(verdicts)
+        return {cell: self._choose(problem, verdict, layout) for (cell, problem), verdict in zip(group.cells, verdicts, strict=True)}
+
+    @staticmethod
+    def _layout(verdicts: list[dict[str, Verdict]]) -> str | None:
+        """The layout with the least total cost among those that every cell can use; None: there is none."""
+        best: dict[str, float] | None = None
+        for candidates in verdicts:
+            here: dict[str, float] = {}
+            for verdict in candidates.values():
+                if verdict.ok:
+                    here[verdict.layout] = min(verdict.cost, here.get(verdict.layout, float("inf")))
+            best = here if best is None else {name: best[name] + here[name] for name in best if name in here}
+        return min(best, key=best.__getitem__) if best else None
+
+    @staticmethod
+    def _choose(problem: Problem, verdicts: dict[str, Verdict], layout: str | None) -> Choice:
+        able = {name: v for name, v in verdicts.items() if v.ok and v.layout == layout}
+        chosen = min(able, key=lambda name: able[name].cost) if able else ""
+        refused = []
+        for name, verdict in verdicts.items():
+            if name == chosen:
+                continue
+            if not verdict.ok:
+                reason = verdict.reason
+            elif verdict.layout != layout:
+                reason = f"reads layout {verdict.layout}, the weight is kept as {layout}" if layout else "no layout suits all uses"
+            else:
+                reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
+            refused.append(Refusal(name, reason))
+        reason = able[chosen].reason if chosen else "no kernel"
+        return Choice(chosen, reason, problem, able[chosen].layout if chosen else "", tuple(refused))

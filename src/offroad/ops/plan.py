@@ -1,0 +1,192 @@
+"""The plan: a kernel for every (layer, op, phase), row layouts and a byte budget, before a weight is read.
+
+A pure function of the model's spec, the checkpoint's headers, a device profile and the settings: so it can be made, and
+tested, for a device that is not here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+from offroad.device.profile import DeviceProfile
+from offroad.errors import PlanError
+from offroad.models.spec import ModelSpec
+from offroad.ops import budget as bytes_of
+from offroad.ops.budget import Memory
+from offroad.ops.cells import MODEL, Cell, Choice, Resolver, groups
+from offroad.ops.spec import Registry
+from offroad.settings import Settings
+from offroad.weights.source import Headers
+
+BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step."""
+
+    model: str
+    family: str
+    device: DeviceProfile
+    dtype: str
+    kv_dtype: str
+    block: int
+    k: int
+    chunk: int
+    depth: int
+    max_len: int
+    max_num_seqs: int
+    keep: int
+    kv_bytes_per_token: int
+    state_bytes: int
+    cells: dict[Cell, Choice]
+    memory: Memory
+    notes: tuple[str, ...]
+    fingerprint: str
+
+    def layout(self, layer: int, name: str) -> str:
+        """The packed layout of a weight: of the linear `name` of `layer`, or MODEL's "embed" and "head"."""
+        op = "embed" if (layer, name) == (MODEL, "embed") else f"linear:{name}"
+        return self.cells[Cell(layer, op, "decode")].layout
+
+    def kernels(self) -> list[str]:
+        return sorted({choice.kernel for choice in self.cells.values()})
+
+    def summary(self) -> str:
+        """One line per op: kernel and how many cells it has."""
+        counts: dict[tuple[str, str], int] = {}
+        for cell, choice in self.cells.items():
+            key = (f"{choice.problem.op}.{cell.phase}", choice.kernel)
+            counts[key] = counts.get(key, 0) + 1
+        return "\n".join(f"{op:<26}{kernel} (x{count})" for (op, kernel), count in sorted(counts.items()))
+
+    def explain(self) -> str:
+        """The plan for a person: budget, notes, then each op with its kernel and every refusal's reason."""
+        m, mib = self.memory, 1024**2
+        lines = [
+            f"model           {self.model} ({self.family}), context {self.max_len}, {self.max_num_seqs} sequences",
+            f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB",
+            f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, depth {self.depth}",
+            f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.state_bytes:,} B of state a sequence",
+            f"memory          weights {m.weights / mib:.0f} MiB | history {m.history_block_bytes / 1024:.0f} KiB x {m.history_blocks} blocks"
+            f" | window {m.window_block_bytes / 1024:.0f} KiB x {m.window_blocks} blocks | slots {m.slots} x {m.slot_bytes} B"
+            f" | workspace {m.workspace / mib:.0f} MiB | headroom {m.headroom / mib:.0f} MiB",
+            *(f"note            {note}" for note in self.notes),
+        ]
+        lines += explain_cells(self.cells)
+        return "\n".join([*lines, f"fingerprint     {self.fingerprint}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan for a program; cells are grouped as in `explain`."""
+        head = {
+            name: getattr(self, name)
+            for name in ("model", "family", "dtype", "kv_dtype", "block", "k", "chunk", "depth", "max_len", "max_num_seqs",
+                         "keep", "kv_bytes_per_token", "state_bytes", "notes", "fingerprint")
+        }
+        memory = asdict(self.memory) | {"kv": self.memory.kv, "used": self.memory.used, "headroom": self.memory.headroom}
+        return head | {"device": self.device.name, "memory": memory, "cells": cells_json(self.cells)}
+
+
+def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choice]]:
+    """(op, phase, layers, choice) for cells that were resolved alike."""
+    def order(entry: tuple[Cell, Choice]) -> tuple:
+        cell, choice = entry
+        return cell.op, cell.phase, choice.kernel, repr(sorted(choice.problem.sizes)), repr(choice)
+
+    rows = []
+    for _, run in groupby(sorted(cells.items(), key=order), key=order):
+        entries = list(run)
+        cell, choice = entries[0]
+        rows.append((cell.op, cell.phase, sorted(c.layer for c, _ in entries), choice))
+    return sorted(rows, key=lambda row: (row[2][0], row[0], row[1]))
+
+
+def layer_ranges(layers: list[int]) -> str:
+    """`0-2,4` for [0, 1, 2, 4]; `model` for what stands outside layers."""
+    if layers == [MODEL]:
+        return "model"
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def explain_cells(cells: dict[Cell, Choice]) -> list[str]:
+    lines = []
+    for op, phase, layers, choice in _grouped(cells):
+        kernel = choice.kernel or "NO KERNEL"
+        layout = f" [{choice.layout}]" if choice.layout else ""
+        lines.append(f"{layer_ranges(layers):<15} {op + '.' + phase:<26} {kernel}{layout}: {choice.reason}")
+        lines += [f"{'':<18}refused {refusal.kernel}: {refusal.reason}" for refusal in choice.refused]
+    return lines
+
+
+def cells_json(cells: dict[Cell, Choice]) -> list[dict[str, Any]]:
+    return [
+        {"layers": layer_ranges(layers), "op": op, "phase": phase, "kernel": choice.kernel or None, "reason": choice.reason,
+         "layout": choice.layout, "sizes": dict(choice.problem.sizes), "features": sorted(choice.problem.features),
+         "refused": {refusal.kernel: refusal.reason for refusal in choice.refused}}
+        for op, phase, layers, choice in _grouped(cells)
+    ]
+
+
+def choose_dtypes(config_dtype: str | None, device: DeviceProfile, settings: Settings) -> tuple[str, str, list[str]]:
+    """(activation dtype, KV dtype, notes): `auto` is the checkpoint's dtype where the device computes in it."""
+    notes = []
+    dtype = settings.dtype
+    if dtype == "auto":
+        if device.kind == "cpu":
+            dtype = "float32"
+        elif config_dtype in ("bfloat16", None, "float32"):
+            dtype = "bfloat16" if device.has("mma_bf16") else "float16"
+            if dtype == "float16":
+                notes.append(f"dtype float16 for a {config_dtype or 'bfloat16'} checkpoint: {device.name} has no mma_bf16")
+        else:
+            dtype = config_dtype
+    elif dtype == "bfloat16" and device.kind == "cuda" and not device.has("mma_bf16"):
+        raise PlanError("--dtype", found=dtype, accepted="float16, float32", next=f"{device.name} has no mma_bf16")
+    kv = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
+    return dtype, kv, notes
+
+
+def plan(
+    name: str, spec: ModelSpec, headers: Headers, device: DeviceProfile, settings: Settings, registry: Registry,
+    config_dtype: str | None = None,
+) -> Plan:
+    """The plan, or PlanError that lists every unresolved cell with the reason of each candidate."""
+    dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
+    resolver = Resolver(registry, device, settings)
+    cells: dict[Cell, Choice] = {}
+    for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
+        cells |= resolver.resolve(group)
+    if open_cells := {cell: choice for cell, choice in cells.items() if not choice.kernel}:
+        raise PlanError(f"no kernel for {len(open_cells)} cells on {device.name}", found="\n" + "\n".join(explain_cells(open_cells)),
+                        accepted="a kernel for every layer, op and phase",
+                        next="--allow-reference runs them slowly; or choose another dtype or device")
+    k = 0
+    weights = bytes_of.weight_bytes(spec, headers, cells, dtype)
+    divided = bytes_of.divide(spec, device, settings, weights, kv_dtype, BLOCK, k)
+    values: dict[str, Any] = dict(
+        model=name, family=spec.family, device=device, dtype=dtype, kv_dtype=kv_dtype, block=BLOCK, k=k,
+        chunk=min(settings.max_num_batched_tokens, divided.max_len), depth=1, max_len=divided.max_len,
+        max_num_seqs=settings.max_num_seqs, keep=bytes_of.window_keep(spec),
+        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, kv_dtype), state_bytes=bytes_of.state_bytes(spec, kv_dtype, k),
+        cells=cells, memory=divided.memory, notes=(*notes, *divided.notes),
+    )
+    return Plan(**values, fingerprint=_fingerprint(values, spec))
+
+
+def _fingerprint(values: dict[str, Any], spec: ModelSpec) -> str:
+    """Names what computes: model spec, kernels by cell, dtypes, block, toolchain versions. Not sizes of pools."""
+    named = {name: values[name] for name in ("model", "dtype", "kv_dtype", "block", "k")}
+    named["toolchain"] = values["device"].toolchain
+    named["cells"] = [(cell.layer, cell.op, cell.phase, choice.kernel, choice.layout) for cell, choice in sorted(values["cells"].items())]
+    text = json.dumps([named, repr(spec)], sort_keys=True, default=str)
+    return blake2b(text.encode(), digest_size=8).hexdigest()

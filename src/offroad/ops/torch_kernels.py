@@ -1,0 +1,98 @@
+"""Kernels made of PyTorch calls: the references, which run anywhere, and the good ones among torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from offroad.device.profile import DeviceProfile
+from offroad.models.spec import AttentionSpec
+from offroad.ops import attention, linear
+from offroad.ops.spec import Bound, Problem, Registry, Verdict, refuse
+from offroad.quant.packed import Packed
+from offroad.run.rows import PagedView, Rows
+
+REFERENCE_COST, TORCH_COST = 1000.0, 100.0
+
+
+@dataclass(frozen=True)
+class TorchKernel:
+    """A kernel that is a Python function over tensors; `test` refuses problems it does not take."""
+
+    name: str
+    op: str
+    function: Bound
+    cost: float = TORCH_COST
+    reference: bool = False
+    test: Callable[[DeviceProfile, Problem], Verdict] = field(default=lambda device, problem: Verdict(True, "plain torch"))
+
+    def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
+        verdict = self.test(device, problem)
+        return Verdict(verdict.ok, verdict.reason, self.cost, verdict.layout) if verdict.ok else verdict
+
+    def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
+        return self.function
+
+
+def _canonical(device: DeviceProfile, problem: Problem) -> Verdict:
+    from offroad.quant.scheme import layout_of
+
+    return Verdict(True, "dequantises on each call", layout=layout_of(problem.stored))
+
+
+def _dense(device: DeviceProfile, problem: Problem) -> Verdict:
+    if device.kind == "cuda" and problem.dtype == "bfloat16" and not device.has("mma_bf16"):
+        return refuse("needs mma_bf16 for bfloat16; use --dtype float16")
+    return Verdict(True, "dense weights through torch's GEMM", layout="dense")
+
+
+def dense_linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """`x w^T + b` by torch's GEMM; the weight is dense in x's dtype."""
+    return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
+
+
+def dense_embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a dense embedding times scale, [tokens, hidden]."""
+    return linear.embed(ids, weight, scale, dtype)
+
+
+def sdpa_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec
+) -> torch.Tensor:
+    """The reference's contract with torch's fused attention: each row's pages are gathered, then one call a row."""
+    out = torch.empty_like(q)
+    for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
+        slot, start, width, offset = int(slot), int(start), int(width), int(offset)
+        span = slice(offset, offset + width)
+        first = max(0, start - view.window + 1) if view.window else 0
+        old_k, old_v = attention.gather(view, slot, first, start)
+        keys = torch.cat((old_k.to(q.dtype), k[span])).transpose(0, 1)[None]
+        values = torch.cat((old_v.to(q.dtype), v[span])).transpose(0, 1)[None]
+        mask = None if width == 1 else attention.visible(width, keys.shape[2], start - first, view.window, q.device)
+        result = torch.nn.functional.scaled_dot_product_attention(
+            q[span].transpose(0, 1)[None], keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=True
+        )
+        out[span] = result[0].transpose(0, 1)
+        if view.writable:
+            attention.store(view, k[span], v[span], slot, start)
+    return out.flatten(1)
+
+
+def _sdpa(device: DeviceProfile, problem: Problem) -> Verdict:
+    if "softcap" in problem.features:
+        return refuse("scaled_dot_product_attention has no score soft-cap")
+    if device.kind == "cuda":
+        return refuse("gathers pages row by row on the host: a CPU kernel")
+    return Verdict(True, "gathers pages, then torch's fused attention a row")
+
+
+def register(registry: Registry) -> None:
+    """Adds the reference kernel of every op, then torch's own."""
+    for op in registry.ops.values():
+        test = _canonical if op.name in ("linear", "embed") else TorchKernel.__dataclass_fields__["test"].default
+        registry.add(TorchKernel(f"torch.reference_{op.name}", op.name, op.reference, REFERENCE_COST, True, test))
+    registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense))
+    registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense))
+    registry.add(TorchKernel("torch.sdpa", "attention", sdpa_attention, test=_sdpa))

@@ -1,0 +1,74 @@
+"""Device memory addressed by slot and by block: known tokens, lengths, tables and pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from offroad.models.spec import ModelSpec, Paged, Shared
+from offroad.ops.plan import Plan
+from offroad.run.rows import PagedView, Rows
+from offroad.schedule.step import Kind, Step, Table
+
+
+class Arrays:
+    """`tokens` int64 [slots, max_len + k + 1] (prompt, then the pending token at `length`), `length` int64 [slots],
+    `tables` int32 [slots, columns] by `Table`, and the pages of every item.
+
+    Pages are not cleared: what lies at or past `length` is dead, and block 0 is the bin.
+    """
+
+    def __init__(self, plan: Plan, spec: ModelSpec, device: torch.device) -> None:
+        slots, self.device = plan.memory.slots, device
+        self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
+        self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
+        self.length = np.zeros(slots, np.int64)
+        self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
+        self.views = self._views(plan, spec)
+
+    def _views(self, plan: Plan, spec: ModelSpec) -> list[PagedView]:
+        dtype = getattr(torch, plan.kv_dtype)
+        views: list[PagedView] = []
+        for layer in spec.layers:
+            item = dict(layer.items)["kv"]
+            if isinstance(item, Shared):
+                source = views[item.layer]
+                views.append(PagedView(source.k, source.v, source.table, source.block, source.window, writable=False))
+                continue
+            assert isinstance(item, Paged) and item.rate == 1
+            table = Table.WINDOW if item.window else Table.HISTORY
+            blocks = plan.memory.window_blocks if item.window else plan.memory.history_blocks
+            shapes = {plane.name: (blocks, plan.block, *plane.shape) for plane in item.planes}
+            k, v = (torch.empty(shapes[name], dtype=dtype, device=self.device) for name in ("k", "v"))
+            views.append(PagedView(k, v, self.tables[table], plan.block, item.window))
+        return views
+
+    def apply(self, step: Step) -> None:
+        """Slots that begin, then table edits."""
+        for start in step.starts:
+            known = torch.from_numpy(np.ascontiguousarray(start.tokens, dtype=np.int64))
+            self.tokens[start.slot, : len(known)] = known.to(self.device)
+            self.length[start.slot] = start.length
+        if len(step.tables):
+            edits = torch.from_numpy(step.tables.astype(np.int64))
+            for table in Table:
+                picked = edits[edits[:, 1] == int(table)].to(self.device)
+                self.tables[table][picked[:, 0], picked[:, 2]] = picked[:, 3].to(torch.int32)
+
+    def rows(self, step: Step) -> Rows:
+        """The step's rows as tensors; `wanted` holds the last token of each row that wants something."""
+        width = step.width.astype(np.int32)
+        offset = np.zeros_like(width)
+        np.cumsum(width[:-1], out=offset[1:])
+        start = self.length[step.slot]
+        total = int(width.sum())
+        of_row = np.repeat(np.arange(len(width)), width)
+        positions = np.arange(total) - offset[of_row] + start[of_row]
+        wanted = (offset + width - 1)[step.wants > 0].astype(np.int64)
+        packed = torch.from_numpy(np.stack((step.slot[of_row].astype(np.int64), positions))).to(self.device)
+        rows = torch.from_numpy(np.stack((step.slot.astype(np.int32), start.astype(np.int32), width, offset))).to(self.device)
+        return Rows(
+            ids=self.tokens[packed[0], packed[1]], positions=packed[1], slot=step.slot.astype(np.int32),
+            start=start.astype(np.int32), width=width, offset=offset, slot_t=rows[0], start_t=rows[1], width_t=rows[2],
+            offset_t=rows[3], verify=int((step.kind == Kind.VERIFY).sum()), wanted=torch.from_numpy(wanted).to(self.device),
+        )

@@ -1,0 +1,137 @@
+"""One device: weights, caches and bound kernels; runs a `Step` and answers with a `StepResult`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from offroad.models.registry import Model
+from offroad.models.spec import ModelSpec
+from offroad.ops.bound import LayerOps, Ops
+from offroad.ops.cells import MODEL, PHASES, Cell
+from offroad.ops.plan import Plan
+from offroad.ops.rope import rope_table
+from offroad.ops.spec import Bound, Registry
+from offroad.run.arrays import Arrays
+from offroad.run.rows import Rows
+from offroad.sample.logprobs import logprobs
+from offroad.sample.sampler import Sampler
+from offroad.schedule.step import Logprobs, Step, StepResult, Want
+from offroad.weights.load import Weights
+
+
+def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
+    """Compiles and binds the kernel of every cell; equal problems share one."""
+    made: dict[tuple, Bound] = {}
+    bounds = {}
+    for cell, choice in plan.cells.items():
+        key = (choice.kernel, choice.problem)
+        if key not in made:
+            made[key] = registry.kernels[choice.kernel].prepare(plan.device, choice.problem)
+        bounds[cell] = made[key]
+    return bounds
+
+
+class Runner:
+    """Runs steps in order on one device. `launch` enqueues, `result` answers for the oldest step."""
+
+    def __init__(
+        self, plan: Plan, spec: ModelSpec, model: Model, weights: Weights, bounds: dict[Cell, Bound], device: torch.device
+    ) -> None:
+        self.plan, self.model, self.device = plan, model, device
+        self.arrays = Arrays(plan, spec, device)
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
+        tables = {layer.mixer.rope: None for layer in spec.layers}
+        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in tables}
+        self.ops = {phase: self._bind(spec, weights, bounds, phase) for phase in PHASES}
+        self.results: deque[StepResult] = deque()
+
+    def _bind(self, spec: ModelSpec, weights: Weights, bounds: dict[Cell, Bound], phase: str) -> Ops:
+        shared = {cell.op: bound for cell, bound in bounds.items() if cell.layer == MODEL and cell.phase == phase}
+        layers = []
+        for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+            own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
+            layers.append(LayerOps(
+                shared | own, loaded.linears, loaded.tensors, spec.norm_eps, layer.mixer, layer.ffn,
+                self.rope[layer.mixer.rope], self.arrays.views[i],
+                bounds[Cell(i, "attention", "decode")], bounds[Cell(i, "attention", "prefill")],
+            ))
+        model = LayerOps(shared, {"embed": weights.embed, "head": weights.head}, weights.tensors, spec.norm_eps)
+        return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> None:
+        """Runs the step: table edits, forward, sampling, lengths."""
+        assert not len(step.restores) and not len(step.captures), "no ring has rows to copy"
+        self.arrays.apply(step)
+        for start in step.starts:
+            self.sampler.start(start)
+        rows = self.arrays.rows(step)
+        ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
+        hidden = self.model.forward(rows, ops)
+        self.results.append(self._finish(step, rows, ops, hidden))
+
+    def result(self) -> StepResult:
+        """The oldest step that was launched and not yet asked for."""
+        return self.results.popleft()
+
+    def _finish(self, step: Step, rows: Rows, ops: Ops, hidden: torch.Tensor) -> StepResult:
+        count = len(step.slot)
+        arrays, wanting = self.arrays, np.flatnonzero(step.wants)
+        tokens = np.full((count, self.plan.k + 1), -1, np.int64)
+        bad = np.full(count, -1, np.int16)
+        after = arrays.length[step.slot] + step.width
+        chosen_logprobs = None
+        if len(wanting):
+            logits = ops.logits(hidden)
+            finite = torch.isfinite(logits).all(-1).cpu().numpy()
+            slots, positions = step.slot[wanting], after[wanting]
+            drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
+            at = torch.from_numpy(np.stack((slots.astype(np.int64), positions.astype(np.int64)))).to(self.device)
+            # A sequence that is at its limit samples a token that has no place; the scheduler ends it.
+            arrays.tokens[at[0], at[1].clamp(max=arrays.tokens.shape[1] - 1)] = drawn
+            tokens[wanting, 0] = drawn.cpu().numpy()
+            if not finite.all():
+                bad[wanting[~finite]] = self._bad_layers(rows, ops)[wanting[~finite]]
+            if (step.wants & Want.LOGPROBS).any():
+                chosen_logprobs = self._logprobs(step, wanting, logits, drawn)
+        arrays.length[step.slot] = after
+        return StepResult(step.number, step.width.astype(np.int32), tokens, bad, chosen_logprobs)
+
+    @staticmethod
+    def _logprobs(step: Step, wanting: np.ndarray, logits: torch.Tensor, drawn: torch.Tensor) -> Logprobs:
+        """Log-probabilities for the rows that asked, in the step's row numbering."""
+        asked = np.flatnonzero(step.wants[wanting] & Want.LOGPROBS)
+        picked = torch.from_numpy(asked).to(logits.device)
+        found = logprobs(logits[picked], drawn[picked])
+        rows, count = wanting[asked], len(step.slot)
+        chosen = np.zeros(count, np.float32)
+        top_ids = np.zeros((count, found.top_ids.shape[1]), np.int64)
+        top = np.zeros((count, found.top.shape[1]), np.float32)
+        chosen[rows], top_ids[rows], top[rows] = found.chosen, found.top_ids, found.top
+        return Logprobs(chosen, top_ids, top)
+
+    def _bad_layers(self, rows: Rows, ops: Ops) -> np.ndarray:
+        """The first layer with a non-finite value by row (the number of layers: the logits).
+
+        Runs the step again with an observer: its rows are written with the same values, since memory is addressed by
+        position and lengths have not moved.
+        """
+        last = torch.from_numpy((rows.offset + rows.width - 1).astype(np.int64)).to(self.device)
+        bad = torch.full((len(rows.slot),), len(ops.layers), dtype=torch.int16, device=self.device)
+
+        def look(layer: int, residual: torch.Tensor) -> None:
+            finite = torch.isfinite(residual).all(-1)
+            at = torch.arange(len(rows.slot), device=self.device)
+            if len(finite) == rows.tokens:
+                finite = finite[last]
+            else:  # the last layer keeps the wanted tokens only
+                at = torch.isin(last, rows.wanted).nonzero()[:, 0]
+            broken = at[~finite]
+            bad[broken] = torch.minimum(bad[broken], torch.full_like(bad[broken], layer))
+
+        self.model.forward(rows, replace(ops, observe=look))
+        return bad.cpu().numpy()
