@@ -16,12 +16,13 @@ def plan(model: Model, json_output: Json = False, *, flags: dict[str, Any], conf
     Prints the kernel of every layer and how memory would be divided. Needs no GPU: --device names a profile (see `offroad doctor`). Exit code 3: some cell has no kernel, or the model
     does not fit.
     """
+    from offroad.settings import Settings
+
+    settings = Settings.resolve({**flags, "model": model}, config)  # before the imports: wrong flags are told at once
     from offroad.cli.progress import LoadProgress
     from offroad.engine import make_plan
-    from offroad.settings import Settings
     from offroad.weights.locate import open_source
 
-    settings = Settings.resolve({**flags, "model": model}, config)
     with LoadProgress(("pull",)) as progress:
         source = open_source(settings, lambda fraction, note: progress("pull", fraction, note))
     made = make_plan(settings, source)
