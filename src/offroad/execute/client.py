@@ -105,7 +105,7 @@ class EngineClient:
     """Starts an engine, submits to it and hands out its events.
 
     Every request in flight is counted here, so `QueueFull` is known before anything is sent. `launch` says where the
-    worker runs. Use from one event loop only.
+    worker runs. Call `start`, then `open`. Use from one event loop only.
     """
 
     def __init__(self, settings: Settings, *, factory: str = ENGINE, launch: Launch = in_process) -> None:
@@ -142,6 +142,12 @@ class EngineClient:
         self._reading = asyncio.create_task(self._read(reader, progress or (lambda phase, fraction, note: None)))
         self._send(Start(self.settings, self._factory))
         await self._ready
+
+    def open(self) -> None:
+        """Lets requests in, once all that they need is loaded; an engine that has ended meanwhile stays ended."""
+        assert self.info is not None
+        if self.state is State.LOADING:
+            self.state = State.READY
 
     def require_ready(self, new: int = 1) -> None:
         """Raises NotReady, EngineDead or QueueFull if `new` more requests cannot be taken now."""
@@ -201,7 +207,7 @@ class EngineClient:
 
         True when all of them finished by themselves.
         """
-        if self.state is State.READY:
+        if self.state in (State.READY, State.LOADING):
             self.state = State.DRAINING
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
@@ -217,10 +223,13 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the engine; requests that still run fail with EngineDead. May be called again."""
+        loading = self.info is None
         self._die(EngineDead("the server has ended"))
         if self._worker is None:
             return
         self._send(Close())
+        if loading:
+            self._worker.kill()  # a load may take minutes and has nothing to save
         began = time.monotonic()
         while await asyncio.to_thread(self._worker.wait, 0.2) is None:
             if time.monotonic() - began > _CLOSE_SECONDS:
@@ -278,8 +287,6 @@ class EngineClient:
                     future.set_exception(failure.error()) if failure else future.set_result(None)
             case Ready(info, tokenizer):
                 self.info, self.tokenizer = info, tokenizer
-                if self.state is State.LOADING:
-                    self.state = State.READY
                 if not self._ready.done():
                     self._ready.set_result(None)
             case _:

@@ -6,6 +6,7 @@ the server is gone the reading thread sees the end of the stream and ends the pr
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import queue
@@ -62,6 +63,9 @@ class Pipe:
         """Writes what was sent, then closes the socket."""
         self._reports.put(None)
         self._writer.join()
+        # The reading thread still holds the socket: only a shutdown ends it for both sides.
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _read(self) -> None:
@@ -72,9 +76,10 @@ class Pipe:
                     self.commands.put(command)
                     if isinstance(command, Close):
                         return
-        except OSError:
+        except (OSError, ValueError):
             pass
         self._parent_gone()
+        self.commands.put(Close())
 
     def _write(self) -> None:
         while (frame := self._reports.get()) is not None:
