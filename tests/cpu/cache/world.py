@@ -267,6 +267,7 @@ class World:
         cache, memory, family = self.cache, self.device.memory, self.family
         for index in (cache.history.index, cache.window.index, cache.checkpoints.index):
             for key in index:
+                assert key in self.names, "I5: a key of tokens that are not committed"
                 salt, tokens = self.names[key]
                 assert len(tokens) % BLOCK == 0, "I5 name"
                 truth, base = oracle(family, salt, tokens), len(tokens) - BLOCK
