@@ -32,8 +32,12 @@ def find_compiler() -> Compiler | None:
         command = tuple(shlex.split(named))
         version = _version(command)
         if version is None:
-            raise SettingsError("environment variable CC", found=named, accepted="a C compiler that answers --version",
-                                next="unset CC to let offroad look for cc, gcc, clang or ziglang")
+            raise SettingsError(
+                "environment variable CC",
+                found=named,
+                accepted="a C compiler that answers --version",
+                next="unset CC to let offroad look for cc, gcc, clang or ziglang",
+            )
         return Compiler(command, version, "$CC")
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)

@@ -64,8 +64,12 @@ def probe(kind: str = "auto") -> DeviceProfile:
     if reason is None:
         return probe_cuda()
     if kind == "cuda":
-        raise SettingsError("--device cuda", found=reason, accepted="a CUDA device that torch can use",
-                            next="use --device cpu, or see `offroad doctor`")
+        raise SettingsError(
+            "--device cuda",
+            found=reason,
+            accepted="a CUDA device that torch can use",
+            next="use --device cpu, or see `offroad doctor`",
+        )
     return probe_cpu()
 
 
@@ -87,10 +91,16 @@ def probe_cuda(index: int = 0) -> DeviceProfile:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     return DeviceProfile(
-        name=properties.name, kind="cuda", memory=properties.total_memory, capabilities=cuda_capabilities(capability),
-        compute_capability=capability, units=properties.multi_processor_count,
-        shared_per_block=getattr(properties, "shared_memory_per_block_optin", 0), l2=properties.L2_cache_size,
-        toolchain=toolchain(cuda=torch.version.cuda), source="probe",
+        name=properties.name,
+        kind="cuda",
+        memory=properties.total_memory,
+        capabilities=cuda_capabilities(capability),
+        compute_capability=capability,
+        units=properties.multi_processor_count,
+        shared_per_block=getattr(properties, "shared_memory_per_block_optin", 0),
+        l2=properties.L2_cache_size,
+        toolchain=toolchain(cuda=torch.version.cuda),
+        source="probe",
     )
 
 
@@ -98,8 +108,12 @@ def cuda_capabilities(capability: tuple[int, int]) -> frozenset[str]:
     """Units of a compute capability. Raises SettingsError for one that is not in the table: nothing is guessed."""
     if capability not in CUDA_CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CUDA_CAPABILITIES)
-        raise SettingsError("compute capability of the CUDA device", found=f"{capability[0]}.{capability[1]}", accepted=known,
-                            next="use --device cpu, or report the device with `offroad doctor --json`")
+        raise SettingsError(
+            "compute capability of the CUDA device",
+            found=f"{capability[0]}.{capability[1]}",
+            accepted=known,
+            next="use --device cpu, or report the device with `offroad doctor --json`",
+        )
     return frozenset(CUDA_CAPABILITIES[capability])
 
 
@@ -109,8 +123,13 @@ def probe_cpu() -> DeviceProfile:
 
     text = _read("/proc/cpuinfo")
     return DeviceProfile(
-        name=cpu_name(text), kind="cpu", memory=min([psutil.virtual_memory().total, *memory_limits()]),
-        capabilities=cpu_capabilities(text), units=usable_cores(), toolchain=toolchain(), source="probe",
+        name=cpu_name(text),
+        kind="cpu",
+        memory=min([psutil.virtual_memory().total, *memory_limits()]),
+        capabilities=cpu_capabilities(text),
+        units=usable_cores(),
+        toolchain=toolchain(),
+        source="probe",
     )
 
 

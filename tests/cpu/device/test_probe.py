@@ -20,7 +20,9 @@ def test_cpu_capabilities_are_those_of_every_core():
 
 def test_avx512_needs_all_of_its_parts():
     assert "avx512" not in probe.cpu_capabilities(cpuinfo("avx2 avx512f"))
-    full = probe.cpu_capabilities(cpuinfo("avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8"))
+    full = probe.cpu_capabilities(
+        cpuinfo("avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8")
+    )
     assert {"avx512", "avx512_bf16", "amx"} <= full
 
 
@@ -111,8 +113,13 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
     import torch
 
     properties = SimpleNamespace(
-        name="Test GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132,
-        shared_memory_per_block_optin=232448, L2_cache_size=50 * 2**20,
+        name="Test GPU",
+        major=9,
+        minor=0,
+        total_memory=80 * 2**30,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 * 2**20,
     )
     monkeypatch.setattr(probe, "cuda_missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)

@@ -54,7 +54,14 @@ class FakeTarget:
         self.rounds = []
 
     def facts(self):
-        return {"kind": "engine", "model": "tiny", "device": "Test", "dtype": "float32", "plan_fingerprint": "f1", "max_num_seqs": 8}
+        return {
+            "kind": "engine",
+            "model": "tiny",
+            "device": "Test",
+            "dtype": "float32",
+            "plan_fingerprint": "f1",
+            "max_num_seqs": 8,
+        }
 
     def vocab(self):
         return 100
@@ -142,7 +149,9 @@ class FakeEngine:
             last = self.left[name] == 0
             if last:
                 del self.left[name]
-            events.append(TokenEvent(request_id=name, index=0, token_ids=[5], finish_reason=self.reason if last else None))
+            events.append(
+                TokenEvent(request_id=name, index=0, token_ids=[5], finish_reason=self.reason if last else None)
+            )
         return events
 
     def close(self):
@@ -173,7 +182,9 @@ def api():
 
     def handle(request):
         if request.url.path == "/plan":
-            return httpx.Response(200, json={"fingerprint": "f9", "device": "Test", "dtype": "float32", "max_num_seqs": 4})
+            return httpx.Response(
+                200, json={"fingerprint": "f9", "device": "Test", "dtype": "float32", "max_num_seqs": 4}
+            )
         target.bodies.append(json.loads(request.content))
         return httpx.Response(200, text=target.text)
 
@@ -182,7 +193,11 @@ def api():
 
 
 def test_the_server_as_a_target(api):
-    events = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]}, {"choices": [], "usage": {"completion_tokens": 5}}]
+    events = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "b"}]},
+        {"choices": [], "usage": {"completion_tokens": 5}},
+    ]
     api.text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     samples = api.round([[1, 2], [3, 4]], 5)
     assert [sample.tokens for sample in samples] == [[1, 4], [1, 4]]  # the last piece carries what was held back
@@ -191,7 +206,9 @@ def test_the_server_as_a_target(api):
     assert api.facts()["plan_fingerprint"] == "f9"
 
 
-@pytest.mark.parametrize("text", ["data: [DONE]\n\n", 'data: {"error": {"message": "x"}}\n\n', 'data: {"choices": [{"text": "a"}]}\n\n'])
+@pytest.mark.parametrize(
+    "text", ["data: [DONE]\n\n", 'data: {"error": {"message": "x"}}\n\n', 'data: {"choices": [{"text": "a"}]}\n\n']
+)
 def test_a_stream_without_text_or_usage_is_an_error(api, text):
     api.text = text
     with pytest.raises(OffroadError):
