@@ -158,7 +158,8 @@ class LLM:
                 while waiting and self.engine.stats().waiting < self.settings.max_waiting:
                     self.engine.submit(waiting.pop())
                 for event in self.engine.step():
-                    collector = open_requests[event.request_id]
+                    if (collector := open_requests.get(event.request_id)) is None:
+                        continue  # the end of a request that a stop string has ended before
                     yield collector.take(event)
                     if collector.stopped_by_text:
                         self.engine.abort(event.request_id)

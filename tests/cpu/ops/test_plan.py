@@ -1,0 +1,105 @@
+"""The plan: goldens for every profile, refusals with reasons, budgets with both numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from real_specs import CONFIGS, headers_of, real_spec
+
+from offroad.device.profile import DeviceProfile, load_profile, profile_names
+from offroad.errors import PlanError, SettingsError
+from offroad.ops.budget import block_bytes, kv_bytes_per_token
+from offroad.ops.plan import Plan, layer_ranges, plan
+from offroad.ops.registry import default_registry
+from offroad.settings import Settings
+
+GOLDEN = Path(__file__).parent / "golden"
+GIB = 1024**3
+
+
+def make(model: str, device: DeviceProfile, **settings) -> Plan:
+    spec = real_spec(model)
+    return plan(model, spec, headers_of(spec), device, Settings.of(model=model, **settings), default_registry(), "bfloat16")
+
+
+def cpu(memory: int = 16 * GIB) -> DeviceProfile:
+    return DeviceProfile("cpu-test", "cpu", memory, frozenset({"avx2", "fma"}), units=2, source="probe")
+
+
+@pytest.mark.parametrize("profile", profile_names())
+@pytest.mark.parametrize("model", CONFIGS)
+def test_golden_plan(profile: str, model: str):
+    """What runs where, and why not otherwise, for GPUs that are not here. Rewrite with scripts/write_goldens.py."""
+    text = make(model, load_profile(profile), allow_reference=True).explain() + "\n"
+    assert text == (GOLDEN / f"{profile}.{model}.txt").read_text()
+
+
+def test_a_gpu_without_kernels_is_refused_before_weights_with_every_reason():
+    with pytest.raises(PlanError) as error:
+        make("qwen3-8b", load_profile("v100-32gb"))
+    text = str(error.value)
+    assert "attention.decode" in text
+    assert "torch.reference_attention: a reference kernel" in text
+    assert "torch.sdpa: gathers pages row by row on the host" in text
+    assert "--allow-reference" in text
+
+
+def test_v100_computes_in_float16_and_says_why():
+    made = make("qwen3-8b", load_profile("v100-32gb"), allow_reference=True)
+    assert made.dtype == "float16"
+    assert any("no mma_bf16" in note for note in made.notes)
+    with pytest.raises(PlanError, match="no mma_bf16"):
+        make("qwen3-8b", load_profile("v100-32gb"), allow_reference=True, dtype="bfloat16")
+
+
+def test_a_named_kernel_is_used_or_the_plan_fails():
+    made = make("smollm2-135m", cpu(), kernel=["attention=torch.reference_attention"])
+    used = {choice.kernel for cell, choice in made.cells.items() if cell.op == "attention"}
+    assert used == {"torch.reference_attention"}
+    spec = real_spec("gemma3-270m")
+    with pytest.raises(SettingsError, match=r"torch\.reference_attention"):
+        make("smollm2-135m", cpu(), kernel=["attention=flash"])
+    with pytest.raises(SettingsError, match="qkv_rope"):
+        make("smollm2-135m", cpu(), kernel=["attn=torch.sdpa"])
+    assert spec.layers[0].mixer.softcap is None
+
+
+def test_all_uses_of_a_weight_agree_on_its_layout():
+    made = make("smollm2-135m", cpu(), kernel=["linear:head=torch.linear"])
+    assert {made.layout(-1, "embed"), made.layout(-1, "head")} == {"dense"}
+
+
+def test_bytes_of_the_cache_by_the_models_numbers():
+    spec = real_spec("qwen3-8b")
+    assert kv_bytes_per_token(spec, "bfloat16") == 36 * 2 * 8 * 128 * 2
+    spec = real_spec("gemma3-270m")
+    row = 2 * 1 * 256 * 4
+    assert kv_bytes_per_token(spec, "float32") == 3 * row
+    assert block_bytes(spec, "float32", 64) == (3 * row * 64, 15 * row * 64)
+
+
+def test_context_larger_than_memory_is_refused_with_both_numbers():
+    with pytest.raises(PlanError) as error:
+        make("qwen3-8b", cpu(48 * GIB), max_model_len=40960, dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB)
+    need = (40960 // 64 + 2) * 64 * kv_bytes_per_token(real_spec("qwen3-8b"), "bfloat16")
+    assert f"{need:,} bytes" in str(error.value)
+    assert f"{GIB:,} bytes" in str(error.value)
+
+
+def test_the_context_is_fitted_to_memory_when_not_named():
+    made = make("qwen3-8b", cpu(48 * GIB), dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB)
+    assert 0 < made.max_len < 40960
+    assert made.memory.history_blocks * made.memory.history_block_bytes <= GIB
+    assert any("what fits in memory" in note for note in made.notes)
+
+
+def test_the_fingerprint_names_what_computes():
+    one, same = make("smollm2-135m", cpu()), make("smollm2-135m", cpu(32 * GIB))
+    other = make("smollm2-135m", cpu(), kernel=["attention=torch.reference_attention"])
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_layer_ranges():
+    assert layer_ranges([0, 1, 2, 4]) == "0-2,4"
+    assert layer_ranges([-1]) == "model"
