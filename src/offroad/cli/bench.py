@@ -70,7 +70,8 @@ def bench(
 ) -> None:
     """Measure latency and throughput.
 
-    Time to the first token, time between tokens, decode and prefill speed, by concurrency. The record holds raw samples, plan, command, commit and versions, so that a figure can be checked.
+    Time to the first token, time between tokens, decode and prefill speed, by concurrency. The record holds raw
+    samples, plan, command, commit and versions, so that a figure can be checked.
     """
     from offroad.evidence import perf
 

@@ -38,10 +38,10 @@ def examine() -> dict[str, Any]:
     """Everything that `doctor` reports, as plain data."""
     import torch
 
-    from offroad.device.compiler import find_compiler
     from offroad.device.probe import cuda_missing, package_version, probe
     from offroad.device.profile import profile_names
     from offroad.errors import OffroadError
+    from offroad.native.compile import find_compiler
     from offroad.ops.registry import default_registry
 
     problems: list[str] = []
@@ -62,9 +62,7 @@ def examine() -> dict[str, Any]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "cuda_missing": cuda_missing(),
-        "compiler": {"command": " ".join(compiler.command), "version": compiler.version, "origin": compiler.origin}
-        if compiler
-        else None,
+        "compiler": {"command": " ".join(compiler.command), "version": compiler.version} if compiler else None,
         "packages": {name: package_version(name) for name in PACKAGES},
         "kernels": kernel_facts(default_registry(), device) if device else [],
         "environment": in_force(),
@@ -169,16 +167,12 @@ def render(facts: dict[str, Any]) -> str:
     lines = [f"offroad {facts['offroad']}, Python {facts['python']}, {facts['system']}", ""]
     if device:
         kind = f"compute capability {device['compute_capability']}" if device["compute_capability"] else device["kind"]
-        lines.append(
-            f"device       {device['name']} ({kind}), {device['units']} {'SMs' if device['kind'] == 'cuda' else 'cores'}, "
-            f"{size(device['memory'])} usable"
-        )
+        units = f"{device['units']} {'SMs' if device['kind'] == 'cuda' else 'cores'}"
+        lines.append(f"device       {device['name']} ({kind}), {units}, {size(device['memory'])} usable")
         lines.append(f"             {' '.join(device['capabilities']) or 'no special capabilities'}")
     lines.append(f"driver       {facts['driver'] or 'no nvidia-smi'}")
     lines.append(f"cuda         {facts['cuda_missing'] or facts['cuda']}")
-    lines.append(
-        f"compiler     {compiler['version'] + ' (' + compiler['command'] + ', from ' + compiler['origin'] + ')' if compiler else 'none'}"
-    )
+    lines.append("compiler     " + (f"{compiler['version']} ({compiler['command']})" if compiler else "none"))
     lines.append(
         "packages     "
         + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items())

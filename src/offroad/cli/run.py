@@ -48,7 +48,8 @@ def run(
 ) -> None:
     """Chat with a model in the terminal.
 
-    It is loaded in this process, or reached by --url. One answer is written to stdout when PROMPT is given or stdin is not a terminal (then the prompt is read from it).
+    It is loaded in this process, or reached by --url. One answer is written to stdout when PROMPT is given or stdin is
+    not a terminal (then the prompt is read from it).
     """
     from offroad.cli.chat import Chat, terminal_input
 

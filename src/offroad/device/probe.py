@@ -7,12 +7,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from offroad.device.compiler import find_compiler
 from offroad.device.profile import DeviceProfile, load_profile
 from offroad.errors import SettingsError
+from offroad.native.compile import find_compiler
 from offroad.settings import Settings
 
-# What /proc/cpuinfo must list for a capability. Kernels compiled for AVX-512 use its byte/word and 128/256-bit forms too.
+# What /proc/cpuinfo must list for a capability. Code compiled for AVX-512 uses its byte/word and short forms too.
 CPU_CAPABILITIES: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2"}),
     "fma": frozenset({"fma"}),
@@ -46,7 +46,7 @@ CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def resolve_device(settings: Settings) -> DeviceProfile:
-    """The device that `settings.device` names: `auto` (CUDA if there is one, else the CPU), `cpu`, `cuda`, or a profile.
+    """The device that `settings.device` names: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda`, or a profile.
 
     A profile (source "file") stands in for a device when planning; the engine refuses to run on one. Raises
     SettingsError for an unknown name, and where `cuda` is named and there is none.

@@ -1,11 +1,10 @@
 """The probe: capabilities from /proc/cpuinfo and compute capability, limits of control groups, what --device means."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from offroad.device import compiler, probe
+from offroad.device import probe
 from offroad.errors import SettingsError
 from offroad.settings import Settings
 
@@ -129,47 +128,10 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
     assert profile.shared_per_block == 232448
 
 
-def script(path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_cc_of_the_environment_wins(tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", script(tmp_path / "mycc", "echo mycc 1.2; echo more") + " -m64")
-    found = compiler.find_compiler()
-    assert found.version == "mycc 1.2"
-    assert found.command[1:] == ("-m64",)
-    assert found.origin == "$CC"
-
-
-def test_a_bad_cc_is_an_error_and_nothing_else_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", script(tmp_path / "bad", "exit 1"))
-    with pytest.raises(SettingsError, match="CC"):
-        compiler.find_compiler()
-
-
-def test_compilers_on_the_path_in_order(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    script(tmp_path / "clang", "echo clang 17")
-    assert compiler.find_compiler().version == "clang 17"
-    script(tmp_path / "cc", "exit 1")
-    script(tmp_path / "gcc", "echo gcc 12")
-    assert compiler.find_compiler().version == "gcc 12"
-
-
-def test_without_a_compiler(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
-    assert compiler.find_compiler() is None
-    assert "cc" not in dict(probe.toolchain())
-
-
-def test_ziglang_is_the_last_resort(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: object())
-    monkeypatch.setattr(compiler, "_version", lambda command: "zig 0.13" if command[0] == sys.executable else None)
-    assert compiler.find_compiler().command == (sys.executable, "-m", "ziglang", "cc")
+def test_the_compiler_is_part_of_the_toolchain(monkeypatch):
+    monkeypatch.setattr(probe, "find_compiler", lambda: SimpleNamespace(version="gcc 12"))
+    assert dict(probe.toolchain(cuda="12.9"))["cc"] == "gcc 12"
+    assert dict(probe.toolchain(cuda="12.9"))["cuda"] == "12.9"
+    monkeypatch.setattr(probe, "find_compiler", lambda: None)
+    assert "cc" not in dict(probe.toolchain(cuda=None))
+    assert "cuda" not in dict(probe.toolchain(cuda=None))

@@ -1,4 +1,4 @@
-"""The benchmark: definitions on made-up samples, random prompts, records, ratios, the engine and the server as targets."""
+"""The benchmark: definitions on made-up samples, prompts, records, ratios, the engine and the server as targets."""
 
 import json
 import math
