@@ -1,4 +1,4 @@
-"""What a user sees while a model is loaded: a bar for each phase on stderr, or plain lines where that is no terminal."""
+"""What a user sees while a model is loaded: a bar for each phase on stderr, or lines where that is no terminal."""
 
 from __future__ import annotations
 

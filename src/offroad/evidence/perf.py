@@ -1,8 +1,8 @@
 """Latency and throughput by concurrency, as a record that holds what is needed to check it.
 
 Definitions, of one round of c requests that start together: *ttft* is a request's time to its first token; *itl* are
-the times between a request's arrivals after that; *decode* is the tokens after each request's first one, over the time from
-the earliest first token to the last token of all; *prefill* is prompt tokens over the time to the last first token;
+the times between a request's arrivals after that; *decode* is the tokens after each request's first one, over the time
+from the earliest first token to the last token of all; *prefill* is prompt tokens over the time to the last first token;
 *throughput* is all generated tokens over the whole round. Prompts are random ids, different in each request, so that no
 prefix is shared.
 """
@@ -359,7 +359,8 @@ def render(data: dict[str, Any]) -> str:
     target, load = data["target"], data["load"]
     head = (
         f"{target['model']} on {target['device'] or 'an unknown device'}, "
-        f"{load['prompt_tokens']} tokens in, {load['output_tokens']} out, median of {load['repeat']} rounds, plan {target['plan_fingerprint'] or 'unknown'}"
+        f"{load['prompt_tokens']} tokens in, {load['output_tokens']} out, median of {load['repeat']} rounds, "
+        f"plan {target['plan_fingerprint'] or 'unknown'}"
     )
     rows = [(p["concurrency"], *(round(p["summary"][name], 1) for name in METRICS)) for p in data["points"]]
     return (

@@ -249,4 +249,4 @@ def test_doctor_reports_a_broken_compiler_and_goes_on(offroad, monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     code, out, _ = offroad("doctor")
     assert code == 0
-    assert "problem: environment variable CC" in out
+    assert "problem: C compiler in $CC" in out
