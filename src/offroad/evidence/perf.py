@@ -2,7 +2,7 @@
 
 Definitions, of one round of c requests that start together: *ttft* is a request's time to its first token; *itl* are
 the times between a request's arrivals after that; *decode* is the tokens after each request's first one, over the time
-from the earliest first token to the last token of all; *prefill* is prompt tokens over the time to the last first token;
+from the earliest first token to the last of all; *prefill* is prompt tokens over the time to the last first token;
 *throughput* is all generated tokens over the whole round. Prompts are random ids, different in each request, so that no
 prefix is shared.
 """
@@ -126,7 +126,10 @@ class EngineTarget:
 
 
 class ServerTarget:
-    """A server behind its OpenAI completions route; times include HTTP. An arrival is one event of the stream."""
+    """A server behind its OpenAI completions route; times include HTTP. An arrival is one event of the stream.
+
+    Servers that can (offroad, vLLM) tell the token ids of each event; with others an event with text counts as a token.
+    """
 
     def __init__(self, url: str) -> None:
         import httpx
@@ -134,6 +137,7 @@ class ServerTarget:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.client = httpx.Client(timeout=httpx.Timeout(10.0, read=600.0), limits=httpx.Limits(max_connections=None))
         self.model = self._get("/v1/models")["data"][0]["id"]
+        self.ids = self.client.get(self.url + "/version").status_code == 200
 
     def _get(self, path: str) -> Any:
         import httpx
@@ -194,6 +198,8 @@ class ServerTarget:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.ids:
+            body["return_token_ids"] = True
         sample, total = Sample(), 0
         with self.client.stream("POST", self.url + "/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -202,14 +208,16 @@ class ServerTarget:
             for event in sse_events(response.iter_lines()):
                 if "error" in event:
                     raise OffroadError("the stream ended with an error", found=str(event["error"]))
-                if any(choice.get("text") for choice in event.get("choices", [])):
-                    sample.add(time.perf_counter() - began, 1)
+                for choice in event.get("choices", []):
+                    ids = choice.get("token_ids")
+                    if ids or (ids is None and choice.get("text")):
+                        sample.add(time.perf_counter() - began, len(ids) if ids else 1)
                 total = (event.get("usage") or {}).get("completion_tokens", total)
         if not sample.arrivals or not total:
             raise OffroadError(
                 "a stream of the server",
-                found=f"{len(sample.arrivals)} pieces of text, {total} tokens in usage",
-                accepted="text and a usage event",
+                found=f"{len(sample.arrivals)} pieces, {total} tokens in usage",
+                accepted="tokens or text, and a usage event",
             )
         # Text may be held back (UTF-8, stop strings), so pieces are fewer than tokens: the last one carries the rest.
         sample.tokens[-1] += total - sum(sample.tokens)

@@ -120,6 +120,20 @@ def test_ratios_need_a_common_concurrency():
         perf.ratios(new, new | {"points": [{"concurrency": 64, "summary": {}}]})
 
 
+def test_token_ids_are_counted_where_the_server_tells_them(api):
+    api.ids = True
+    events = [
+        {"choices": [{"text": "", "token_ids": [7]}]},
+        {"choices": [{"text": "ab", "token_ids": [8, 9]}]},
+        {"choices": [{"text": "rest", "token_ids": []}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    api.text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    [sample] = api.round([[1, 2]], 3)
+    assert sample.tokens == [1, 2]
+    assert api.bodies[0]["return_token_ids"] is True
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "other"}'])
 def test_other_files_are_no_baseline(tmp_path, text):
     path = tmp_path / "b.json"
@@ -179,6 +193,7 @@ def api():
 
     target = perf.ServerTarget.__new__(perf.ServerTarget)
     target.url, target.model, target.bodies, target.text = "http://test", "tiny", [], ""
+    target.ids = False
 
     def handle(request):
         if request.url.path == "/plan":
