@@ -41,15 +41,21 @@ def examine() -> dict[str, Any]:
     from offroad.device.probe import cuda_missing, package_version, probe
     from offroad.device.profile import profile_names
     from offroad.errors import OffroadError
-    from offroad.native.compile import find_compiler
+    from offroad.native.compile import build, find_compiler
     from offroad.ops.registry import default_registry
 
     problems: list[str] = []
     compiler = None
+    library = None
     try:
         compiler = find_compiler()
         if compiler is None:
             problems.append("no C compiler (cc, gcc, clang or the ziglang package): native CPU kernels cannot be built")
+        else:
+            library = str(build(compiler))
+    except OffroadError as error:
+        problems.append(str(error))
+    try:
         device = probe("auto")
     except OffroadError as error:
         problems.append(str(error))
@@ -63,11 +69,12 @@ def examine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cuda_missing": cuda_missing(),
         "compiler": {"command": " ".join(compiler.command), "version": compiler.version} if compiler else None,
+        "native_library": library,
         "packages": {name: package_version(name) for name in PACKAGES},
         "kernels": kernel_facts(default_registry(), device) if device else [],
         "environment": in_force(),
         "profiles": profile_names(),
-        "problems": problems,
+        "problems": list(dict.fromkeys(problems)),
     }
 
 
@@ -173,6 +180,7 @@ def render(facts: dict[str, Any]) -> str:
     lines.append(f"driver       {facts['driver'] or 'no nvidia-smi'}")
     lines.append(f"cuda         {facts['cuda_missing'] or facts['cuda']}")
     lines.append("compiler     " + (f"{compiler['version']} ({compiler['command']})" if compiler else "none"))
+    lines.append("C kernels    " + (facts["native_library"] or "not built"))
     lines.append(
         "packages     "
         + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items())

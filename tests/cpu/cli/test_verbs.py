@@ -16,6 +16,7 @@ from offroad.cli.table import size, table
 from offroad.device.profile import load_profile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, ModelSpec, RopeSpec
+from offroad.native.compile import CompileError
 from offroad.ops.spec import Registry, Verdict
 from offroad.weights.source import TensorHeader, TokenizerFiles
 
@@ -233,6 +234,7 @@ def test_every_op_has_a_sample_problem():
 
 def test_doctor(offroad, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("offroad.native.compile.build", lambda compiler: Path("/cache/kernels.so"))
     code, out, _ = offroad("doctor", "--json")
     facts = json.loads(out)
     assert code == 0
@@ -242,7 +244,19 @@ def test_doctor(offroad, monkeypatch):
     code, out, _ = offroad("doctor")
     assert code == 0
     assert "KERNEL" in out
+    assert "/cache/kernels.so" in out
     assert "OFFROAD_HOME" in out
+
+
+def test_doctor_shows_what_the_compiler_said(offroad, monkeypatch):
+    def build(compiler):
+        raise CompileError("the C compiler refused the CPU kernels", found="exit 1: no such option")
+
+    monkeypatch.setattr("offroad.native.compile.build", build)
+    code, out, _ = offroad("doctor")
+    assert code == 0
+    assert "problem: the C compiler refused the CPU kernels; found: exit 1: no such option" in out
+    assert "not built" in out
 
 
 def test_doctor_reports_a_broken_compiler_and_goes_on(offroad, monkeypatch):
