@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,6 +35,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
+log = logging.getLogger("offroad.execute")
 ENGINE = "offroad.engine:Engine"
 _CLOSE_SECONDS = 5.0
 
@@ -266,8 +268,8 @@ class EngineClient:
         except Exception as error:
             # A defect here must not leave requests waiting for ever.
             self._die(EngineDead("the engine's messages cannot be read", found=f"{type(error).__name__}: {error}"))
+            log.error("a defect while reading the engine's messages", exc_info=error)
             self.kill()
-            raise
 
     def _take(self, report: Report) -> None:
         match report:
