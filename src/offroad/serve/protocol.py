@@ -233,22 +233,27 @@ def _checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
 
 
 def _refusal(error: ValidationError) -> RequestError:
-    """The first error, in our own shape. Union members in a location are pydantic's names, not the user's: left out."""
-    found = error.errors(include_url=False)
-    first = max(found, key=lambda e: e["type"] == "extra_forbidden")
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-    if "prompt" in path[:1]:
-        path = path[:1]
-    if path[-1:] in (["str"], ["int"]):
-        path.pop()
+    """One error in our own shape: an unknown field before others (a typo explains them), else the first and deepest."""
+    found = [(_path(e["loc"]), e) for e in error.errors(include_url=False)]
+    unknown = [(path, e) for path, e in found if e["type"] == "extra_forbidden"]
+    field = [(path, e) for path, e in found if path[:2] == found[0][0][:2] or path[:1] == found[0][0]]
+    path, first = unknown[0] if unknown else max(field, key=lambda entry: len(entry[0]))
     param = ".".join(path)
     if first["type"] == "extra_forbidden":
         return RequestError(f"{param} is not a field of this request", param=param, code="unknown_field",
                             next="check the spelling, or leave it out")
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param, code="missing_field")
-    same = {e["msg"].removeprefix("Input should be ") for e in found if e["loc"][: len(path)] == first["loc"][: len(path)]}
-    return RequestError(param, param=param, code="invalid_value", found=_short(first["input"]), accepted=" or ".join(sorted(same)))
+    accepted = sorted({e["msg"].removeprefix("Input should be ") for other, e in found if other == path})
+    return RequestError(param, param=param, code="invalid_value", found=_short(first["input"]), accepted=" or ".join(accepted))
+
+
+def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The user's names and indices; names that pydantic gives to members of a union are left out."""
+    if location[0] == "prompt":
+        return ("prompt",)
+    head, *rest = location
+    return (str(head), *(str(part) for part in rest if isinstance(part, int) or (part.isidentifier() and part != "str")))
 
 
 def _short(value: Any) -> str:

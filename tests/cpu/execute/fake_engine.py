@@ -118,7 +118,7 @@ class FakeEngine:
         if request.params.logprobs is not None:
             top = [(token, -0.5), ((token + 1) % VOCAB, float("-inf"))][: request.params.logprobs]
             logprobs = [TokenLogprobs(-0.5, top)]
-        cached = 4 if done == 1 and key[1] == 0 else 8
+        cached = 1 if key[1] == 0 else 2
         return TokenEvent(**where, token_ids=[token], logprobs=logprobs, finish_reason=reason,
                           stop_reason=token if reason == "stop" and not stop else None, cached=cached if done == 1 else 0)
 
