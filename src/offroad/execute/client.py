@@ -161,8 +161,12 @@ class EngineClient:
             raise self._dead()
         room = self.settings.max_waiting + self.settings.max_num_seqs
         if self.unfinished + new > room:
-            raise QueueFull(f"{self.unfinished} requests are unfinished", found=f"{new} more",
-                            accepted=f"{room} in all (max_num_seqs + max_waiting)", next="try again later")
+            raise QueueFull(
+                f"{self.unfinished} requests are unfinished",
+                found=f"{new} more",
+                accepted=f"{room} in all (max_num_seqs + max_waiting)",
+                next="try again later",
+            )
 
     def submit(self, requests: Sequence[Request]) -> Subscription:
         """Sends all of the requests or, raising NotReady, EngineDead or QueueFull, none of them."""
@@ -217,8 +221,11 @@ class EngineClient:
             for request_id in list(self._open):
                 subscription = self._forget(request_id)
                 self._send(Abort(request_id))
-                error = NotReady("the server is shutting down", found=f"the request still ran after {seconds:g} s",
-                                 next="send the request to another server")
+                error = NotReady(
+                    "the server is shutting down",
+                    found=f"the request still ran after {seconds:g} s",
+                    next="send the request to another server",
+                )
                 subscription.fail(request_id, error)
             return False
         return True

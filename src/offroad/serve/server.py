@@ -28,8 +28,12 @@ Progress = Callable[[str, float, str], None]
 
 
 def serve(
-    settings: Settings, on_ready: Callable[[str, EngineInfo], None] | None = None, progress: Progress | None = None, *,
-    client: EngineClient | None = None, make_text: MakeText = ModelText,
+    settings: Settings,
+    on_ready: Callable[[str, EngineInfo], None] | None = None,
+    progress: Progress | None = None,
+    *,
+    client: EngineClient | None = None,
+    make_text: MakeText = ModelText,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish for up to `drain_seconds`; a second signal ends
     it at once (SystemExit, 128 + signal). The port is open while the model loads. Call from the main thread.
@@ -50,7 +54,9 @@ def bind(settings: Settings) -> socket.socket:
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError as error:
-        raise SettingsError("--host", found=settings.host, accepted="an address of this machine", next=str(error)) from error
+        raise SettingsError(
+            "--host", found=settings.host, accepted="an address of this machine", next=str(error)
+        ) from error
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -59,10 +65,17 @@ def bind(settings: Settings) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise SettingsError("--port", found=f"{settings.port}, which another program uses", accepted="a free port",
-                                next=f"end that program, or try --port {min(settings.port + 1, 65535)}") from error
-        raise SettingsError("--host and --port", found=f"{settings.host}:{settings.port} ({error.strerror})",
-                            accepted="an address and port that this user may listen on") from error
+            raise SettingsError(
+                "--port",
+                found=f"{settings.port}, which another program uses",
+                accepted="a free port",
+                next=f"end that program, or try --port {min(settings.port + 1, 65535)}",
+            ) from error
+        raise SettingsError(
+            "--host and --port",
+            found=f"{settings.host}:{settings.port} ({error.strerror})",
+            accepted="an address and port that this user may listen on",
+        ) from error
     return sock
 
 
@@ -83,14 +96,22 @@ class _Run:
     """One run of the server, from the open port to the end."""
 
     def __init__(
-        self, settings: Settings, service: Service, sock: socket.socket, on_ready: Callable[[str, EngineInfo], None] | None,
+        self,
+        settings: Settings,
+        service: Service,
+        sock: socket.socket,
+        on_ready: Callable[[str, EngineInfo], None] | None,
         progress: Progress | None,
     ) -> None:
         self.settings, self.service, self.sock = settings, service, sock
         self.on_ready, self.progress = on_ready, progress
         config = uvicorn.Config(
-            create_app(service), lifespan="off", log_level="warning" if settings.log_level == "info" else settings.log_level,
-            access_log=settings.log_level == "debug", timeout_graceful_shutdown=_FLUSH_SECONDS, timeout_keep_alive=30,
+            create_app(service),
+            lifespan="off",
+            log_level="warning" if settings.log_level == "info" else settings.log_level,
+            access_log=settings.log_level == "debug",
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            timeout_keep_alive=30,
         )
         self.http = _Http(config)
         self.stop, self.at_once = asyncio.Event(), asyncio.Event()

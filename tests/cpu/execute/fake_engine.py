@@ -119,13 +119,26 @@ class FakeEngine:
             top = [(token, -0.5), ((token + 1) % VOCAB, float("-inf"))][: request.params.logprobs]
             logprobs = [TokenLogprobs(-0.5, top)]
         cached = 1 if key[1] == 0 else 2
-        return TokenEvent(**where, token_ids=[token], logprobs=logprobs, finish_reason=reason,
-                          stop_reason=token if reason == "stop" and not stop else None, cached=cached if done == 1 else 0)
+        return TokenEvent(
+            **where,
+            token_ids=[token],
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=token if reason == "stop" and not stop else None,
+            cached=cached if done == 1 else 0,
+        )
 
     def stats(self) -> Stats:
-        return Stats(running=len(self.running), kv_blocks_used=len(self.running), kv_blocks_total=100, steps=self.steps,
-                     generated_tokens=self.generated, prompt_tokens=self.prompted, prefix_matched_tokens=8,
-                     prefix_resumed_tokens=4)
+        return Stats(
+            running=len(self.running),
+            kv_blocks_used=len(self.running),
+            kv_blocks_total=100,
+            steps=self.steps,
+            generated_tokens=self.generated,
+            prompt_tokens=self.prompted,
+            prefix_matched_tokens=8,
+            prefix_resumed_tokens=4,
+        )
 
     def check(self) -> None:
         assert not self.running, f"held: {sorted(self.running)}"

@@ -72,14 +72,20 @@ def test_process_serves_refuses_checks_and_closes():
         assert seen == [("load", 0.5, "half")]
         assert client.info.max_model_len == 512
         assert client.tokenizer.eos_ids == (256,)
-        both = await asyncio.gather(tokens(client, request("a", max_tokens=5)), tokens(client, request("b", "xy", max_tokens=3)))
+        both = await asyncio.gather(
+            tokens(client, request("a", max_tokens=5)), tokens(client, request("b", "xy", max_tokens=3))
+        )
         assert both == [list(b"abcab"), list(b"xyx")]
         assert client.stats.generated_tokens == 8
         with pytest.raises(QueueFull):
             await tokens(client, request("c", "!full"))
         with pytest.raises(RequestError) as refused:
             await tokens(client, request("d", "!refuse"))
-        assert (refused.value.param, refused.value.found, refused.value.accepted) == ("prompt", "!refuse", "other words")
+        assert (refused.value.param, refused.value.found, refused.value.accepted) == (
+            "prompt",
+            "!refuse",
+            "other words",
+        )
         await client.call("check")
         running = client.submit([request("e", "!never", max_tokens=5)])
         with pytest.raises(EngineDead, match="held"):
@@ -245,7 +251,14 @@ def test_failure_keeps_the_kind_of_error():
     error = RequestError("n", param="n", code="c", found=3, accepted="1", next="less")
     again = Failure.of(error, "testing").error()
     assert type(again) is RequestError
-    assert (again.what, again.param, again.code, again.found, again.accepted, again.next) == ("n", "n", "c", "3", "1", "less")
+    assert (again.what, again.param, again.code, again.found, again.accepted, again.next) == (
+        "n",
+        "n",
+        "c",
+        "3",
+        "1",
+        "less",
+    )
     assert str(again) == str(error)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import pytest
 from fake_engine import SlowLoad
 
 from offroad.serve import stream as streams
@@ -84,9 +83,16 @@ REFUSED_CHAT = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "unsupported_field"),
     ({"messages": [*ABC, {"role": "user", "content": 3}]}, "messages.1.content", "invalid_value"),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood", "unknown_field"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls", "unsupported_field"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages.0.content.0.type",
-     "unsupported_content"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "messages.0.tool_calls",
+        "unsupported_field",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages.0.content.0.type",
+        "unsupported_content",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing_field"),
     ({"messages": [{"role": "user", "content": "!bad"}]}, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "invalid_request"),
@@ -110,7 +116,10 @@ REFUSED_COMPLETION = [
 
 
 def test_refused_fields_are_named(stack):
-    for path, base, table in ((CHAT, {"messages": ABC}, REFUSED_CHAT), (COMPLETIONS, {"prompt": "abc"}, REFUSED_COMPLETION)):
+    for path, base, table in (
+        (CHAT, {"messages": ABC}, REFUSED_CHAT),
+        (COMPLETIONS, {"prompt": "abc"}, REFUSED_COMPLETION),
+    ):
         answers = many(stack, path, [base | {"model": "fake"} | more for more, _, _ in table])
         for answer, (more, param, code) in zip(answers, table, strict=True):
             error = answer.json()["error"]
@@ -128,10 +137,27 @@ def test_broken_bodies(stack):
 
 def test_fields_that_change_nothing_are_accepted(stack):
     harmless = {
-        "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "parallel_tool_calls": True, "tools": [],
-        "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"], "tools_": None, "priority": 0,
-        "functions": None, "reasoning_effort": None, "safety_identifier": "x", "prompt_cache_key": "k", "temperature": None,
-        "length_penalty": 1.0, "spaces_between_special_tokens": True, "use_beam_search": False, "logit_bias": {}, "stop": None,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "modalities": ["text"],
+        "tools_": None,
+        "priority": 0,
+        "functions": None,
+        "reasoning_effort": None,
+        "safety_identifier": "x",
+        "prompt_cache_key": "k",
+        "temperature": None,
+        "length_penalty": 1.0,
+        "spaces_between_special_tokens": True,
+        "use_beam_search": False,
+        "logit_bias": {},
+        "stop": None,
     }
     del harmless["tools_"]
     said = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": [], "audio": None}
@@ -142,11 +168,31 @@ def test_fields_that_change_nothing_are_accepted(stack):
 
 def test_fields_reach_the_engine(stack):
     body = {
-        "messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, *ABC],
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
-        "repetition_penalty": 1.1, "logit_bias": {"5": 2, "6": -3.5}, "seed": 11, "stop": ["x", "y"], "stop_token_ids": [3],
-        "ignore_eos": True, "min_tokens": 1, "max_tokens": 9, "skip_special_tokens": False, "include_stop_str_in_output": True,
-        "logprobs": True, "top_logprobs": 3, "n": 2, "cache_salt": "s", "chat_template_kwargs": {"enable_thinking": False},
+        "messages": [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            *ABC,
+        ],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 2, "6": -3.5},
+        "seed": 11,
+        "stop": ["x", "y"],
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "max_tokens": 9,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "n": 2,
+        "cache_salt": "s",
+        "chat_template_kwargs": {"enable_thinking": False},
         "continue_final_message": True,
     }
     answer, made = post(stack, CHAT, body)
@@ -163,10 +209,17 @@ def test_fields_reach_the_engine(stack):
 
 
 def test_defaults(stack):
-    _, made = post(stack, CHAT, {"messages": ABC, "temperature": 0}, generation={"temperature": 0.7, "top_k": 20, "top_p": 0.8})
+    _, made = post(
+        stack, CHAT, {"messages": ABC, "temperature": 0}, generation={"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    )
     [chat] = made.engine.seen
     # A chat may use the rest of the context; the checkpoint's defaults fill what the request leaves open.
-    assert (chat.params.max_tokens, chat.params.temperature, chat.params.top_k, chat.params.top_p) == (509, 0.0, 20, 0.8)
+    assert (chat.params.max_tokens, chat.params.temperature, chat.params.top_k, chat.params.top_p) == (
+        509,
+        0.0,
+        20,
+        0.8,
+    )
     _, made = post(stack, COMPLETIONS, {"prompt": "abc"})
     [completion] = made.engine.seen
     assert (completion.params.max_tokens, completion.params.temperature) == (16, 1.0)
@@ -201,7 +254,11 @@ def test_routes_methods_and_size(stack):
 
     unknown, method, large, chunked, models, version, plan, wrong = asyncio.run(main())
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "route_not_found")
-    assert (method.status_code, method.json()["error"]["code"], method.headers["allow"]) == (405, "method_not_allowed", "POST")
+    assert (method.status_code, method.json()["error"]["code"], method.headers["allow"]) == (
+        405,
+        "method_not_allowed",
+        "POST",
+    )
     assert [(a.status_code, a.json()["error"]["code"]) for a in (large, chunked)] == [(413, "body_too_large")] * 2
     assert [(m["id"], m["root"], m["max_model_len"]) for m in models["data"]] == [("alias", "fake", 512)]
     assert set(version) == {"version"}
@@ -243,7 +300,11 @@ def test_death_is_503_for_running_requests(stack):
     async def main():
         async with made.http() as http:
             body = {"prompt": "!raise", "max_tokens": 9}
-            return await http.post(COMPLETIONS, json=body), await http.post(COMPLETIONS, json=body), await http.get("/health")
+            return (
+                await http.post(COMPLETIONS, json=body),
+                await http.post(COMPLETIONS, json=body),
+                await http.get("/health"),
+            )
 
     first, second, health = asyncio.run(main())
     assert [a.status_code for a in (first, second, health)] == [503, 503, 503]
@@ -256,7 +317,9 @@ def test_queue_full_is_429(stack):
 
     async def main():
         async with made.http() as http:
-            running = [asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100})) for _ in range(2)]
+            running = [
+                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100})) for _ in range(2)
+            ]
             await asyncio.sleep(0.05)
             full = await http.post(COMPLETIONS, json={"prompt": "abc"})
             done = [(await task).status_code for task in running]
@@ -298,13 +361,19 @@ def test_metrics(stack):
 
     lines = dict(line.rsplit(" ", 1) for line in asyncio.run(main()).splitlines() if not line.startswith("#"))
     expected = {
-        "offroad_num_requests_running": 0, "offroad_kv_cache_usage_ratio": 0, "offroad_prompt_tokens_total": 9,
-        "offroad_generation_tokens_total": 13, "offroad_prefix_cache_matched_tokens_total": 8,
-        "offroad_prefix_cache_resumed_tokens_total": 4, "offroad_preemptions_total": 0,
+        "offroad_num_requests_running": 0,
+        "offroad_kv_cache_usage_ratio": 0,
+        "offroad_prompt_tokens_total": 9,
+        "offroad_generation_tokens_total": 13,
+        "offroad_prefix_cache_matched_tokens_total": 8,
+        "offroad_prefix_cache_resumed_tokens_total": 4,
+        "offroad_preemptions_total": 0,
         'offroad_request_success_total{finished_reason="length"}': 2,
         'offroad_request_success_total{finished_reason="stop"}': 1,
-        "offroad_time_to_first_token_seconds_count": 2, "offroad_inter_token_latency_seconds_count": 4 * 2 + 2,
-        "offroad_e2e_request_latency_seconds_count": 3, "offroad_prefix_cache_queries_total": 0,
+        "offroad_time_to_first_token_seconds_count": 2,
+        "offroad_inter_token_latency_seconds_count": 4 * 2 + 2,
+        "offroad_e2e_request_latency_seconds_count": 3,
+        "offroad_prefix_cache_queries_total": 0,
         "offroad_num_requests_waiting": 0,
     }
     assert {name: float(lines[name]) for name in expected} == expected

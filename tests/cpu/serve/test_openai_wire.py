@@ -88,7 +88,9 @@ def test_stop_string_and_stop_token(client, wire):
     assert stopped.choices[0].stop_reason == "bca"
     assert stopped.usage.completion_tokens == 4
     idle(wire)
-    by_id = client.chat.completions.create(model="fake", messages=ABC, max_tokens=50, extra_body={"stop_token_ids": [99]})
+    by_id = client.chat.completions.create(
+        model="fake", messages=ABC, max_tokens=50, extra_body={"stop_token_ids": [99]}
+    )
     assert (by_id.choices[0].message.content, by_id.choices[0].stop_reason) == ("ab", 99)
     eos = client.completions.create(model="fake", prompt="x!eos2", max_tokens=50)
     assert (eos.choices[0].text, eos.choices[0].finish_reason, eos.usage.completion_tokens) == ("x!", "stop", 3)
@@ -131,7 +133,12 @@ def test_completion_logprobs_echo_and_offsets(client, stream):
 
 @pytest.mark.parametrize(
     ("prompt", "texts"),
-    [("ab", ["ab", "ba"]), (["ab", "xyz"], ["ab", "ba", "xy", "yz"]), ([97, 98], ["ab", "ba"]), ([[97], [120]], ["aa", "aa", "xx", "xx"])],
+    [
+        ("ab", ["ab", "ba"]),
+        (["ab", "xyz"], ["ab", "ba", "xy", "yz"]),
+        ([97, 98], ["ab", "ba"]),
+        ([[97], [120]], ["aa", "aa", "xx", "xx"]),
+    ],
 )
 def test_completion_prompts(client, prompt, texts):
     answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2, n=2)
@@ -141,7 +148,9 @@ def test_completion_prompts(client, prompt, texts):
 
 
 def test_token_ids_on_request(client):
-    answer = client.chat.completions.create(model="fake", messages=ABC, max_tokens=2, extra_body={"return_token_ids": True})
+    answer = client.chat.completions.create(
+        model="fake", messages=ABC, max_tokens=2, extra_body={"return_token_ids": True}
+    )
     assert (answer.prompt_token_ids, answer.choices[0].token_ids) == ([97, 98, 99], [97, 98])
 
 
@@ -159,7 +168,9 @@ def test_errors_have_the_classes_of_the_client(client, wire):
     assert full.value.response.headers["retry-after"] == "1"
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "!refuse"}], stream=stream)
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "!refuse"}], stream=stream
+            )
         assert refused.value.param == "prompt"
     with pytest.raises(openai.InternalServerError, match="layer 3 is not finite"):
         client.completions.create(model="fake", prompt="!nan", max_tokens=9)
@@ -240,5 +251,3 @@ def test_random_requests_and_disconnects_leave_nothing(wire):
     idle(wire)
     assert wire.stack.client._open == {}
     assert wire.stack.engine.aborted, "no request was cut off: the test tests nothing"
-
-
