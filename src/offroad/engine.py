@@ -17,6 +17,7 @@ from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
 from offroad.errors import PlanError
 from offroad.models.registry import resolve_model
+from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
 from offroad.run.runner import Runner, prepare
@@ -69,6 +70,7 @@ class Engine:
         self.settings = settings
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        configure(settings.threads or torch.get_num_threads())
         report("pull", 0.0, settings.model)
         source = open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
@@ -110,6 +112,10 @@ class Engine:
             device=p.device.name, plan_summary=p.summary(), plan_fingerprint=p.fingerprint, memory_summary=memory,
             load_seconds=seconds, plan_json=json.dumps(p.to_json()),
         )
+
+    def validate(self, request: Request) -> None:
+        """Raises RequestError if the request can never run; queues nothing."""
+        self.scheduler.validate(request)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can never fit, QueueFull if too many wait."""
