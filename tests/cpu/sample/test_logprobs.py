@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from offroad.sample.logprobs import logprobs
+from offroad.sample.logprobs import _best_compact, _best_dense, logprobs
 from offroad.sample.params import MAX_LOGPROBS
 
 
@@ -41,3 +41,18 @@ def test_a_small_vocabulary_is_padded():
     out = logprobs(torch.zeros(1, 4), torch.tensor([2]))
     np.testing.assert_allclose(out.top[0, :4], np.log(0.25), rtol=1e-6)
     assert np.isneginf(out.top[0, 4:]).all()
+
+
+def test_the_two_forms_agree():
+    logits = (torch.randn(8, 400, generator=torch.Generator().manual_seed(2)) * 2).bfloat16().float()
+    logits[0], logits[1, ::2] = 0.0, -0.0
+    assert torch.equal(_best_compact(logits, 20), _best_dense(logits, 20))
+
+
+def test_a_row_with_nan_gives_valid_ids():
+    logits = torch.zeros(2, 50)
+    logits[0, 3] = torch.nan
+    logits[1, 4] = 1.0
+    out = logprobs(logits, torch.tensor([0, 4]))
+    assert ((out.top_ids >= 0) & (out.top_ids < 50)).all()
+    assert out.top_ids[1, 0] == 4

@@ -27,7 +27,7 @@ def run(stream, parts):
     return "".join(d.text for d in deltas), deltas
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_deltas_add_up_to_the_whole_decode(tokenizer, data):
     # Bytes outnumber other tokens, so that characters are often cut and often invalid.
@@ -41,7 +41,7 @@ def test_deltas_add_up_to_the_whole_decode(tokenizer, data):
     assert not any(d.stopped for d in deltas)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_stop_strings_do_not_depend_on_the_chunks(tokenizer, data):
     wanted = (b"t", b"h", b"e", b"the", b" the")

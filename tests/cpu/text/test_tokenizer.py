@@ -23,7 +23,7 @@ def test_text_survives_the_round_trip(kind):
         assert ours.decode(ours.encode(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_decode_agrees_with_the_library_where_bytes_are_valid(pair, data):
     ours, library = pair
