@@ -40,7 +40,14 @@ def section(name: str, command: Any, seen: dict[tuple[str, ...], str]) -> str:
     """One verb; a group of options that an earlier verb listed is referred to."""
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     usage = " ".join(["offroad", name, *(p.metavar for p in arguments), "[OPTIONS]"])
-    lines = [f"## offroad {name}\n", "```", usage, "```\n", *(f"{line.strip()}" for line in command.help.splitlines()), ""]
+    lines = [
+        f"## offroad {name}\n",
+        "```",
+        usage,
+        "```\n",
+        *(f"{line.strip()}" for line in command.help.splitlines()),
+        "",
+    ]
     if arguments:
         lines.append(table(("argument", "meaning"), [(f"`{p.metavar}`", p.help) for p in arguments]))
     options = [p for p in command.params if p.param_type_name == "option"]

@@ -81,8 +81,12 @@ class LocalBackend:
             if output is not None:
                 usage = output.usage
                 self.stats = AnswerStats(
-                    usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.time_to_first_token,
-                    usage.seconds, output.outputs[0].finish_reason,
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                    usage.cached_tokens,
+                    usage.time_to_first_token,
+                    usage.seconds,
+                    output.outputs[0].finish_reason,
                 )
         if output is not None and output.outputs[0].finish_reason == "error":
             raise OffroadError("the answer ended with an error", found=output.outputs[0].error)
@@ -113,13 +117,21 @@ class ServerBackend:
     def answer(self, messages: list[Message], options: dict[str, Any]) -> Iterator[str]:
         import httpx
 
-        body = {"model": self.model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **options,
+        }
         began, first, usage, reason = time.perf_counter(), None, {}, None
         try:
             with self.client.stream("POST", self.url, json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise RequestError(f"{self.url} answered {response.status_code}", found=error_message(response.text))
+                    raise RequestError(
+                        f"{self.url} answered {response.status_code}", found=error_message(response.text)
+                    )
                 for event in sse_events(response.iter_lines()):
                     if "error" in event:
                         raise RequestError("the answer ended with an error", found=error_message(json.dumps(event)))
@@ -130,14 +142,25 @@ class ServerBackend:
                             first = first or time.perf_counter() - began
                             yield text
         except httpx.HTTPError as error:
-            raise OffroadError(f"no answer from {self.url}", found=str(error) or type(error).__name__,
-                               next="is the server running? start it with `offroad serve MODEL`") from error
+            raise OffroadError(
+                f"no answer from {self.url}",
+                found=str(error) or type(error).__name__,
+                next="is the server running? start it with `offroad serve MODEL`",
+            ) from error
         finally:
             details = usage.get("prompt_tokens_details") or {}
-            self.stats = AnswerStats(
-                usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), details.get("cached_tokens", 0), first,
-                time.perf_counter() - began, reason,
-            ) if usage else None
+            self.stats = (
+                AnswerStats(
+                    usage.get("prompt_tokens", 0),
+                    usage.get("completion_tokens", 0),
+                    details.get("cached_tokens", 0),
+                    first,
+                    time.perf_counter() - began,
+                    reason,
+                )
+                if usage
+                else None
+            )
 
     def close(self) -> None:
         self.client.close()

@@ -67,7 +67,9 @@ def stop_flag(raise_at_once: bool) -> Iterator[Callable[[], bool]]:
 class Chat:
     """A conversation with a backend, on a terminal."""
 
-    def __init__(self, backend: Backend, options: dict[str, Any], system: str | None, out: TextIO, notes: TextIO) -> None:
+    def __init__(
+        self, backend: Backend, options: dict[str, Any], system: str | None, out: TextIO, notes: TextIO
+    ) -> None:
         self.backend, self.options, self.out, self.notes = backend, options, out, notes
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = list(self.system)

@@ -65,7 +65,9 @@ def wait_until_ready(server: subprocess.Popen, url: str) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
         if (code := server.poll()) is not None:
-            raise OffroadError("the server ended while it started", found=f"exit code {code}", next="its message is above")
+            raise OffroadError(
+                "the server ended while it started", found=f"exit code {code}", next="its message is above"
+            )
         try:
             if httpx.get(url, timeout=2.0).status_code == 200:
                 return
@@ -84,7 +86,11 @@ def ask(base_url: str, model: str, question: str) -> None:
     began = time.perf_counter()
     try:
         stream = OpenAI(base_url=base_url, api_key="none").chat.completions.create(
-            model=model, messages=[{"role": "user", "content": question}], max_tokens=96, temperature=0, stream=True,
+            model=model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=96,
+            temperature=0,
+            stream=True,
             stream_options={"include_usage": True},
         )
         for chunk in stream:
@@ -99,9 +105,13 @@ def ask(base_url: str, model: str, question: str) -> None:
     end = time.perf_counter()
     print(flush=True)
     if not text.strip() or usage is None:
-        raise OffroadError("the answer", found="no text" if not text.strip() else "no usage", accepted="text and a usage event")
+        raise OffroadError(
+            "the answer", found="no text" if not text.strip() else "no usage", accepted="text and a usage event"
+        )
     speed = (usage.completion_tokens - 1) / (end - first) if usage.completion_tokens > 1 else 0.0
-    print(f"\n[{usage.completion_tokens} tokens, {speed:.1f} tok/s, first after {first - began:.2f} s]", file=sys.stderr)
+    print(
+        f"\n[{usage.completion_tokens} tokens, {speed:.1f} tok/s, first after {first - began:.2f} s]", file=sys.stderr
+    )
 
 
 def stop(server: subprocess.Popen) -> None:
@@ -110,7 +120,9 @@ def stop(server: subprocess.Popen) -> None:
     try:
         code = server.wait(STOP_SECONDS)
     except subprocess.TimeoutExpired as error:
-        raise OffroadError("the server did not end after SIGTERM", found=f"{STOP_SECONDS:.0f} seconds of waiting") from error
+        raise OffroadError(
+            "the server did not end after SIGTERM", found=f"{STOP_SECONDS:.0f} seconds of waiting"
+        ) from error
     if code != 0:
         raise OffroadError("the server's exit code", found=code, accepted="0")
 

@@ -21,7 +21,9 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Serve language models on the hardware you own."""
 
@@ -29,13 +31,23 @@ def _root(
 def make_app() -> typer.Typer:
     """The command line with all verbs."""
     app = typer.Typer(
-        name="offroad", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+        name="offroad",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
     for name, verb in (
-        ("run", run.run), ("serve", serve.serve), ("plan", plan.plan), ("pull", pull.pull), ("list", listing.list_models),
-        ("show", show.show), ("rm", rm.rm), ("bench", bench.bench), ("doctor", doctor.doctor),
+        ("run", run.run),
+        ("serve", serve.serve),
+        ("plan", plan.plan),
+        ("pull", pull.pull),
+        ("list", listing.list_models),
+        ("show", show.show),
+        ("rm", rm.rm),
+        ("bench", bench.bench),
+        ("doctor", doctor.doctor),
     ):
         app.command(name, cls=GroupedCommand)(verb)
     return app

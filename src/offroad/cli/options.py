@@ -31,7 +31,9 @@ FLAGS: dict[str, Flag] = {
     "revision": Flag("model", "Branch, tag or commit of the model on the hub.", "REVISION"),
     "offline": Flag("model", "Use what is on disk and open no connection."),
     "dtype": Flag("model", "Type of activations.", "|".join(DTYPES)),
-    "max_model_len": Flag("memory", "Longest context in tokens, prompt and answer; 0: the model's, or what fits.", "TOKENS"),
+    "max_model_len": Flag(
+        "memory", "Longest context in tokens, prompt and answer; 0: the model's, or what fits.", "TOKENS"
+    ),
     "kv_cache_dtype": Flag("memory", "Type of the KV cache; auto: as the activations.", "|".join(KV_DTYPES)),
     "kv_cache_memory_bytes": Flag("memory", "Bytes for the KV cache; 0: the plan chooses.", "BYTES"),
     "memory_utilization": Flag("memory", "Part of the device's memory that may be used.", "FRACTION"),
@@ -95,15 +97,25 @@ def _parameter(name: str) -> inspect.Parameter:
         help += " (default: on)" if field.default else ""
     else:
         declarations = [spelling]
-    option = typer.Option(*declarations, help=help, metavar=flag.metavar, rich_help_panel=flag.group, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    option = typer.Option(
+        *declarations, help=help, metavar=flag.metavar, rich_help_panel=flag.group, show_default=False
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
 
 
 def _config() -> inspect.Parameter:
     option = typer.Option(
-        "--config", help="TOML file with the same names; a flag wins over it.", metavar="FILE", rich_help_panel="model", show_default=False
+        "--config",
+        help="TOML file with the same names; a flag wins over it.",
+        metavar="FILE",
+        rich_help_panel="model",
+        show_default=False,
     )
-    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
+    return inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
+    )
 
 
 class GroupedCommand(TyperCommand):
@@ -123,4 +135,11 @@ class GroupedCommand(TyperCommand):
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, a hub name or a demo name (see `offroad list`).", show_default=False)]
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a GGUF file, a hub name or a demo name (see `offroad list`).",
+        show_default=False,
+    ),
+]

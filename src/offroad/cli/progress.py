@@ -1,4 +1,4 @@
-"""What a user sees while a model is loaded: one bar for each phase on stderr, or plain lines where that is no terminal."""
+"""What a user sees while a model is loaded: a bar for each phase on stderr, or lines where that is no terminal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ class LoadProgress:
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             self.bars = Progress(
-                TextColumn("{task.description:<8}"), BarColumn(bar_width=30), TextColumn("{task.percentage:>3.0f}%"),
-                TimeElapsedColumn(), TextColumn("{task.fields[note]}", markup=False), console=Console(file=self.stream),
+                TextColumn("{task.description:<8}"),
+                BarColumn(bar_width=30),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[note]}", markup=False),
+                console=Console(file=self.stream),
             )
             self.bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.finish()
         elif self.bars is not None:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @with_settings(*ALL_GROUPS)
 def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
-    """Serve a model over HTTP, with a chat page.
+    """Serve a model over HTTP.
 
-    The OpenAI and Anthropic APIs are under /v1, the page at /.
+    The OpenAI API is under /v1; /health, /metrics and /plan tell about the server.
     Progress and the start-up screen go to stderr. SIGTERM or Ctrl-C finishes running requests, then ends the server.
     """
     from offroad.cli.progress import LoadProgress
@@ -35,10 +35,14 @@ def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
 def screen(url: str, info: EngineInfo) -> str:
     """What is served, where, with what: at most a screen."""
     lines = [
-        ("address", f"{url} (chat page), {url}/v1 (OpenAI API)"), ("model", f"{info.model} ({info.family})"),
-        ("context", f"{info.max_model_len:,} tokens"), ("concurrency", f"up to {info.max_num_seqs} sequences"),
-        ("device", f"{info.device}, {info.dtype}"), ("memory", info.memory_summary),
-        ("plan", f"{info.plan_fingerprint} (all of it: {url}/plan)"), ("loaded in", f"{info.load_seconds:.1f} s"),
+        ("address", f"{url}/v1 (OpenAI API; also /health, /metrics, /plan)"),
+        ("model", f"{info.model} ({info.family})"),
+        ("context", f"{info.max_model_len:,} tokens"),
+        ("concurrency", f"up to {info.max_num_seqs} sequences"),
+        ("device", f"{info.device}, {info.dtype}"),
+        ("memory", info.memory_summary),
+        ("plan", f"{info.plan_fingerprint} (all of it: {url}/plan)"),
+        ("loaded in", f"{info.load_seconds:.1f} s"),
     ]
     lines += [("", line) for line in info.plan_summary.splitlines()]
     return "\n".join(["", *(f"{name:<13}{value}" for name, value in lines), ""])

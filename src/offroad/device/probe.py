@@ -7,12 +7,12 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from offroad.device.compiler import find_compiler
 from offroad.device.profile import DeviceProfile, load_profile
 from offroad.errors import SettingsError
+from offroad.native.compile import find_compiler
 from offroad.settings import Settings
 
-# What /proc/cpuinfo must list for a capability. Kernels compiled for AVX-512 use its byte/word and 128/256-bit forms too.
+# What /proc/cpuinfo must list for a capability. Code compiled for AVX-512 uses its byte/word and short forms too.
 CPU_CAPABILITIES: dict[str, frozenset[str]] = {
     "avx2": frozenset({"avx2"}),
     "fma": frozenset({"fma"}),
@@ -46,7 +46,7 @@ CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 
 
 def resolve_device(settings: Settings) -> DeviceProfile:
-    """The device that `settings.device` names: `auto` (CUDA if there is one, else the CPU), `cpu`, `cuda`, or a profile.
+    """The device that `settings.device` names: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda`, or a profile.
 
     A profile (source "file") stands in for a device when planning; the engine refuses to run on one. Raises
     SettingsError for an unknown name, and where `cuda` is named and there is none.
@@ -64,8 +64,12 @@ def probe(kind: str = "auto") -> DeviceProfile:
     if reason is None:
         return probe_cuda()
     if kind == "cuda":
-        raise SettingsError("--device cuda", found=reason, accepted="a CUDA device that torch can use",
-                            next="use --device cpu, or see `offroad doctor`")
+        raise SettingsError(
+            "--device cuda",
+            found=reason,
+            accepted="a CUDA device that torch can use",
+            next="use --device cpu, or see `offroad doctor`",
+        )
     return probe_cpu()
 
 
@@ -87,10 +91,16 @@ def probe_cuda(index: int = 0) -> DeviceProfile:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     return DeviceProfile(
-        name=properties.name, kind="cuda", memory=properties.total_memory, capabilities=cuda_capabilities(capability),
-        compute_capability=capability, units=properties.multi_processor_count,
-        shared_per_block=getattr(properties, "shared_memory_per_block_optin", 0), l2=properties.L2_cache_size,
-        toolchain=toolchain(cuda=torch.version.cuda), source="probe",
+        name=properties.name,
+        kind="cuda",
+        memory=properties.total_memory,
+        capabilities=cuda_capabilities(capability),
+        compute_capability=capability,
+        units=properties.multi_processor_count,
+        shared_per_block=getattr(properties, "shared_memory_per_block_optin", 0),
+        l2=properties.L2_cache_size,
+        toolchain=toolchain(cuda=torch.version.cuda),
+        source="probe",
     )
 
 
@@ -98,8 +108,12 @@ def cuda_capabilities(capability: tuple[int, int]) -> frozenset[str]:
     """Units of a compute capability. Raises SettingsError for one that is not in the table: nothing is guessed."""
     if capability not in CUDA_CAPABILITIES:
         known = ", ".join(f"{major}.{minor}" for major, minor in CUDA_CAPABILITIES)
-        raise SettingsError("compute capability of the CUDA device", found=f"{capability[0]}.{capability[1]}", accepted=known,
-                            next="use --device cpu, or report the device with `offroad doctor --json`")
+        raise SettingsError(
+            "compute capability of the CUDA device",
+            found=f"{capability[0]}.{capability[1]}",
+            accepted=known,
+            next="use --device cpu, or report the device with `offroad doctor --json`",
+        )
     return frozenset(CUDA_CAPABILITIES[capability])
 
 
@@ -109,8 +123,13 @@ def probe_cpu() -> DeviceProfile:
 
     text = _read("/proc/cpuinfo")
     return DeviceProfile(
-        name=cpu_name(text), kind="cpu", memory=min([psutil.virtual_memory().total, *memory_limits()]),
-        capabilities=cpu_capabilities(text), units=usable_cores(), toolchain=toolchain(), source="probe",
+        name=cpu_name(text),
+        kind="cpu",
+        memory=min([psutil.virtual_memory().total, *memory_limits()]),
+        capabilities=cpu_capabilities(text),
+        units=usable_cores(),
+        toolchain=toolchain(),
+        source="probe",
     )
 
 

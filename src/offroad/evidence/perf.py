@@ -1,8 +1,8 @@
 """Latency and throughput by concurrency, as a record that holds what is needed to check it.
 
-Definitions, of one round of c requests that start together: *ttft* is a request's time to its first token; *itl* are the
-times between a request's arrivals after that; *decode* is the tokens after each request's first one, over the time from
-the earliest first token to the last token of all; *prefill* is prompt tokens over the time to the last first token;
+Definitions, of one round of c requests that start together: *ttft* is a request's time to its first token; *itl* are
+the times between a request's arrivals after that; *decode* is the tokens after each request's first one, over the time
+from the earliest first token to the last of all; *prefill* is prompt tokens over the time to the last first token;
 *throughput* is all generated tokens over the whole round. Prompts are random ids, different in each request, so that no
 prefix is shared.
 """
@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     from offroad.engine import Engine
 
 FORMAT = "offroad-bench-1"
-METRICS = {"ttft_ms": "lower", "itl_ms": "lower", "itl_p99_ms": "lower", "decode_tok_s": "higher", "prefill_tok_s": "higher",
-           "throughput_tok_s": "higher"}
+METRICS = {
+    "ttft_ms": "lower",
+    "itl_ms": "lower",
+    "itl_p99_ms": "lower",
+    "decode_tok_s": "higher",
+    "prefill_tok_s": "higher",
+    "throughput_tok_s": "higher",
+}
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,14 @@ class EngineTarget:
 
     def facts(self) -> dict[str, Any]:
         info = self.engine.info
-        return {"kind": "engine", "model": info.model, "device": info.device, "dtype": info.dtype,
-                "plan_fingerprint": info.plan_fingerprint, "max_num_seqs": info.max_num_seqs}
+        return {
+            "kind": "engine",
+            "model": info.model,
+            "device": info.device,
+            "dtype": info.dtype,
+            "plan_fingerprint": info.plan_fingerprint,
+            "max_num_seqs": info.max_num_seqs,
+        }
 
     def vocab(self) -> int:
         return self.engine.info.vocab
@@ -102,7 +114,9 @@ class EngineTarget:
             now = time.perf_counter() - began
             for event in events:
                 if event.finish_reason in ("error", "abort"):
-                    raise OffroadError(f"request {event.request_id} ended with {event.finish_reason}", found=event.error)
+                    raise OffroadError(
+                        f"request {event.request_id} ended with {event.finish_reason}", found=event.error
+                    )
                 if event.token_ids:
                     samples[order[event.request_id]].add(now, len(event.token_ids))
         return samples
@@ -112,7 +126,10 @@ class EngineTarget:
 
 
 class ServerTarget:
-    """A server behind its OpenAI completions route; times include HTTP. An arrival is one event of the stream."""
+    """A server behind its OpenAI completions route; times include HTTP. An arrival is one event of the stream.
+
+    Servers that can (offroad, vLLM) tell the token ids of each event; with others an event with text counts as a token.
+    """
 
     def __init__(self, url: str) -> None:
         import httpx
@@ -120,6 +137,7 @@ class ServerTarget:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.client = httpx.Client(timeout=httpx.Timeout(10.0, read=600.0), limits=httpx.Limits(max_connections=None))
         self.model = self._get("/v1/models")["data"][0]["id"]
+        self.ids = self.client.get(self.url + "/version").status_code == 200
 
     def _get(self, path: str) -> Any:
         import httpx
@@ -129,13 +147,21 @@ class ServerTarget:
             response.raise_for_status()
             return response.json()
         except httpx.HTTPError as error:
-            raise OffroadError(f"no answer from {self.url}{path}", found=str(error), next="is the server running?") from error
+            raise OffroadError(
+                f"no answer from {self.url}{path}", found=str(error), next="is the server running?"
+            ) from error
 
     def facts(self) -> dict[str, Any]:
         plan = self.client.get(self.url + "/plan")
         known = plan.json() if plan.status_code == 200 else {}
-        return {"kind": "server", "model": self.model, "device": known.get("device"), "dtype": known.get("dtype"),
-                "plan_fingerprint": known.get("fingerprint"), "max_num_seqs": known.get("max_num_seqs")}
+        return {
+            "kind": "server",
+            "model": self.model,
+            "device": known.get("device"),
+            "dtype": known.get("dtype"),
+            "plan_fingerprint": known.get("fingerprint"),
+            "max_num_seqs": known.get("max_num_seqs"),
+        }
 
     def vocab(self) -> int:
         return 8192  # the API does not tell; every model served has as many
@@ -163,8 +189,17 @@ class ServerTarget:
     def _request(self, ids: list[int], output_tokens: int, began: float) -> Sample:
         from offroad.cli.backend import error_message, sse_events
 
-        body = {"model": self.model, "prompt": ids, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": True,
-                "stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ids:
+            body["return_token_ids"] = True
         sample, total = Sample(), 0
         with self.client.stream("POST", self.url + "/v1/completions", json=body) as response:
             if response.status_code != 200:
@@ -173,12 +208,17 @@ class ServerTarget:
             for event in sse_events(response.iter_lines()):
                 if "error" in event:
                     raise OffroadError("the stream ended with an error", found=str(event["error"]))
-                if any(choice.get("text") for choice in event.get("choices", [])):
-                    sample.add(time.perf_counter() - began, 1)
+                for choice in event.get("choices", []):
+                    ids = choice.get("token_ids")
+                    if ids or (ids is None and choice.get("text")):
+                        sample.add(time.perf_counter() - began, len(ids) if ids else 1)
                 total = (event.get("usage") or {}).get("completion_tokens", total)
         if not sample.arrivals or not total:
-            raise OffroadError("a stream of the server", found=f"{len(sample.arrivals)} pieces of text, {total} tokens in usage",
-                               accepted="text and a usage event")
+            raise OffroadError(
+                "a stream of the server",
+                found=f"{len(sample.arrivals)} pieces, {total} tokens in usage",
+                accepted="tokens or text, and a usage event",
+            )
         # Text may be held back (UTF-8, stop strings), so pieces are fewer than tokens: the last one carries the rest.
         sample.tokens[-1] += total - sum(sample.tokens)
         return sample
@@ -202,8 +242,13 @@ def sweep(target: Target, load: Load, report: Callable[[str], None]) -> list[dic
         for number in range(load.repeat):
             report(f"concurrency {concurrency}, round {number + 1} of {load.repeat}")
             rounds.append(target.round(prompts_for(load, target.vocab(), concurrency, number), load.output_tokens))
-        points.append({"concurrency": concurrency, "summary": summarise(rounds, load),
-                       "rounds": [[asdict(sample) for sample in samples] for samples in rounds]})
+        points.append(
+            {
+                "concurrency": concurrency,
+                "summary": summarise(rounds, load),
+                "rounds": [[asdict(sample) for sample in samples] for samples in rounds],
+            }
+        )
     return points
 
 
@@ -221,9 +266,12 @@ def summarise(rounds: list[list[Sample]], load: Load) -> dict[str, float]:
         prefill.append(load.prompt_tokens * len(samples) / max(first))
         throughput.append(sum(sum(sample.tokens) for sample in samples) / end)
     return {
-        "ttft_ms": 1e3 * statistics.median(ttft), "ttft_max_ms": 1e3 * max(ttft),
-        "itl_ms": 1e3 * statistics.median(gaps) if gaps else 0.0, "itl_p99_ms": 1e3 * percentile(gaps, 0.99) if gaps else 0.0,
-        "decode_tok_s": statistics.median(decode) if decode else 0.0, "prefill_tok_s": statistics.median(prefill),
+        "ttft_ms": 1e3 * statistics.median(ttft),
+        "ttft_max_ms": 1e3 * max(ttft),
+        "itl_ms": 1e3 * statistics.median(gaps) if gaps else 0.0,
+        "itl_p99_ms": 1e3 * percentile(gaps, 0.99) if gaps else 0.0,
+        "decode_tok_s": statistics.median(decode) if decode else 0.0,
+        "prefill_tok_s": statistics.median(prefill),
         "throughput_tok_s": statistics.median(throughput),
     }
 
@@ -238,9 +286,15 @@ def record(target: Target, load: Load, points: list[dict[str, Any]], command: li
     """The evidence: what was run, of which commit, where, with what, and every sample."""
     versions = {name: package_version(name) for name in ("torch", "triton", "numpy")}
     return {
-        "format": FORMAT, "date": datetime.now(UTC).isoformat(timespec="seconds"), "command": command, "commit": commit(),
-        "versions": {"offroad": __version__, "python": platform.python_version(), **versions}, "system": platform.platform(),
-        "target": target.facts(), "load": asdict(load), "points": points,
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "commit": commit(),
+        "versions": {"offroad": __version__, "python": platform.python_version(), **versions},
+        "system": platform.platform(),
+        "target": target.facts(),
+        "load": asdict(load),
+        "points": points,
     }
 
 
@@ -250,7 +304,9 @@ def commit() -> str | None:
 
     def git(*words: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False)
+            done = subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -267,14 +323,16 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise SettingsError(f"--baseline {path}", found=str(error), accepted="a record made by `offroad bench --output`") from error
+        raise SettingsError(
+            f"--baseline {path}", found=str(error), accepted="a record made by `offroad bench --output`"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise SettingsError(f"--baseline {path}", found="another kind of file", accepted=f"a record of format {FORMAT}")
     return data
 
 
 def ratios(new: dict[str, Any], old: dict[str, Any]) -> list[dict[str, Any]]:
-    """By concurrency that both have: each metric's value over the baseline's. Raises SettingsError if none is shared."""
+    """Each metric over the baseline's, by concurrency that both have. Raises SettingsError if they share none."""
     before = {point["concurrency"]: point["summary"] for point in old["points"]}
     found = []
     for point in new["points"]:
@@ -283,14 +341,21 @@ def ratios(new: dict[str, Any], old: dict[str, Any]) -> list[dict[str, Any]]:
             values = {name: point["summary"][name] / reference[name] if reference[name] else None for name in METRICS}
             found.append({"concurrency": point["concurrency"], "ratios": values})
     if not found:
-        raise SettingsError("--baseline", found=f"concurrency {sorted(before)}", accepted="one that was measured now as well")
+        raise SettingsError(
+            "--baseline", found=f"concurrency {sorted(before)}", accepted="one that was measured now as well"
+        )
     return found
 
 
 def differences(new: dict[str, Any], old: dict[str, Any]) -> list[str]:
     """What makes two records hard to compare: another load, target, plan, or system."""
-    pairs = [(f"load.{name}", new["load"][name], old["load"][name]) for name in ("prompt_tokens", "output_tokens", "repeat")]
-    pairs += [(f"target.{name}", new["target"].get(name), old["target"].get(name)) for name in ("kind", "model", "device", "plan_fingerprint")]
+    pairs = [
+        (f"load.{name}", new["load"][name], old["load"][name]) for name in ("prompt_tokens", "output_tokens", "repeat")
+    ]
+    pairs += [
+        (f"target.{name}", new["target"].get(name), old["target"].get(name))
+        for name in ("kind", "model", "device", "plan_fingerprint")
+    ]
     pairs.append(("system", new["system"], old["system"]))
     return [f"{name}: {after} now, {before} in the baseline" for name, after, before in pairs if after != before]
 
@@ -300,10 +365,17 @@ def render(data: dict[str, Any]) -> str:
     from offroad.cli.table import table
 
     target, load = data["target"], data["load"]
-    head = (f"{target['model']} on {target['device'] or 'an unknown device'}, {load['prompt_tokens']} tokens in, {load['output_tokens']} out, "
-            f"median of {load['repeat']} rounds, plan {target['plan_fingerprint'] or 'unknown'}")
+    head = (
+        f"{target['model']} on {target['device'] or 'an unknown device'}, "
+        f"{load['prompt_tokens']} tokens in, {load['output_tokens']} out, median of {load['repeat']} rounds, "
+        f"plan {target['plan_fingerprint'] or 'unknown'}"
+    )
     rows = [(p["concurrency"], *(round(p["summary"][name], 1) for name in METRICS)) for p in data["points"]]
-    return head + "\n" + table(("AT ONCE", "TTFT ms", "ITL ms", "ITL p99 ms", "DECODE tok/s", "PREFILL tok/s", "OUTPUT tok/s"), rows)
+    return (
+        head
+        + "\n"
+        + table(("AT ONCE", "TTFT ms", "ITL ms", "ITL p99 ms", "DECODE tok/s", "PREFILL tok/s", "OUTPUT tok/s"), rows)
+    )
 
 
 def render_ratios(new: dict[str, Any], old: dict[str, Any]) -> str:
@@ -312,7 +384,11 @@ def render_ratios(new: dict[str, Any], old: dict[str, Any]) -> str:
 
     rows = []
     for entry in ratios(new, old):
-        rows += [(entry["concurrency"], name, "-" if value is None else f"{value:.3f}", f"{METRICS[name]} is better")
-                 for name, value in entry["ratios"].items()]
+        rows += [
+            (entry["concurrency"], name, "-" if value is None else f"{value:.3f}", f"{METRICS[name]} is better")
+            for name, value in entry["ratios"].items()
+        ]
     notes = [f"differs: {line}" for line in differences(new, old)]
-    return "\n".join([*notes, f"ratio to {old['date']} ({old['commit']})", table(("AT ONCE", "METRIC", "RATIO", ""), rows)])
+    return "\n".join(
+        [*notes, f"ratio to {old['date']} ({old['commit']})", table(("AT ONCE", "METRIC", "RATIO", ""), rows)]
+    )

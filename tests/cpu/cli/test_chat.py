@@ -156,7 +156,10 @@ def test_stats_line_of_a_cut_answer_and_of_one_token():
 
 
 def test_defaults_come_from_the_checkpoint():
-    assert backend.sampling_defaults({"temperature": 0.2, "top_p": None, "top_k": 5, "do_sample": True}) == {"temperature": 0.2, "top_k": 5}
+    assert backend.sampling_defaults({"temperature": 0.2, "top_p": None, "top_k": 5, "do_sample": True}) == {
+        "temperature": 0.2,
+        "top_k": 5,
+    }
     assert backend.sampling_defaults({}) == {"temperature": 0.7}
 
 
@@ -169,7 +172,9 @@ class FakeLLM:
 
     def stream_chat(self, messages, params):
         self.params = params
-        usage = SimpleNamespace(prompt_tokens=5, completion_tokens=0, cached_tokens=2, time_to_first_token=0.1, seconds=0.4)
+        usage = SimpleNamespace(
+            prompt_tokens=5, completion_tokens=0, cached_tokens=2, time_to_first_token=0.1, seconds=0.4
+        )
         result = SimpleNamespace(finish_reason=None, error=self.error)
         output = SimpleNamespace(usage=usage, outputs=[result])
         done = False
@@ -234,9 +239,13 @@ def server():
 
 def test_answers_of_a_server(server):
     events = [
-        {"choices": [{"delta": {"role": "assistant"}}]}, {"choices": [{"delta": {"content": "Hé"}}]},
+        {"choices": [{"delta": {"role": "assistant"}}]},
+        {"choices": [{"delta": {"content": "Hé"}}]},
         {"choices": [{"delta": {"content": "llo"}, "finish_reason": "stop"}]},
-        {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}},
+        {
+            "choices": [],
+            "usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}},
+        },
     ]
     text = ": ping\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     server.reply = (200, text)
@@ -251,7 +260,11 @@ def test_answers_of_a_server(server):
 
 @pytest.mark.parametrize(
     "reply",
-    [(400, '{"error": {"message": "too long"}}'), (200, 'data: {"error": {"message": "too long"}}\n\n'), (500, "too long")],
+    [
+        (400, '{"error": {"message": "too long"}}'),
+        (200, 'data: {"error": {"message": "too long"}}\n\n'),
+        (500, "too long"),
+    ],
 )
 def test_errors_of_a_server_are_shown(server, reply):
     server.reply = reply
@@ -283,7 +296,14 @@ def call_run(**given):
     none = {"prompt": None, "url": None, "system": None, "max_tokens": None, "temperature": None, "config": None}
     from offroad.cli.options import FLAGS
 
-    return run.run(**{**dict.fromkeys(name for name, flag in FLAGS.items() if flag.group != "serve"), **none, "model": "m", **given})
+    return run.run(
+        **{
+            **dict.fromkeys(name for name, flag in FLAGS.items() if flag.group != "serve"),
+            **none,
+            "model": "m",
+            **given,
+        }
+    )
 
 
 def test_one_answer_for_a_prompt(one_shot, capsys):

@@ -38,15 +38,38 @@ def test_what_is_not_given_is_absent():
 
 def test_all_kinds_of_values_reach_the_settings():
     result, seen = run(
-        ["m", "--max-model-len", "2048", "--served-model-name", "x", "--kernel", "linear=a", "--kernel", "attention=b", "--port", "0",
-         "--memory-utilization", "0.5", "--no-enable-prefix-caching", "--offline", "--config", "f.toml"]
+        [
+            "m",
+            "--max-model-len",
+            "2048",
+            "--served-model-name",
+            "x",
+            "--kernel",
+            "linear=a",
+            "--kernel",
+            "attention=b",
+            "--port",
+            "0",
+            "--memory-utilization",
+            "0.5",
+            "--no-enable-prefix-caching",
+            "--offline",
+            "--config",
+            "f.toml",
+        ]
     )
     assert result.exit_code == 0, result.output
     assert seen["config"] == "f.toml"
     settings = Settings.resolve({**seen["flags"], "model": seen["model"]})
     assert settings == Settings(
-        model="m", max_model_len=2048, served_model_name="x", kernel=("linear=a", "attention=b"), port=0, memory_utilization=0.5,
-        enable_prefix_caching=False, offline=True,
+        model="m",
+        max_model_len=2048,
+        served_model_name="x",
+        kernel=("linear=a", "attention=b"),
+        port=0,
+        memory_utilization=0.5,
+        enable_prefix_caching=False,
+        offline=True,
     )
 
 

@@ -16,6 +16,7 @@ from offroad.cli.table import size, table
 from offroad.device.profile import load_profile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, ModelSpec, RopeSpec
+from offroad.native.compile import CompileError
 from offroad.ops.spec import Registry, Verdict
 from offroad.weights.source import TensorHeader, TokenizerFiles
 
@@ -52,12 +53,16 @@ def tiny_spec() -> ModelSpec:
 def source(monkeypatch):
     """A checkpoint of three layers, behind `open_source`."""
     headers = {
-        "a": TensorHeader("a", (10, 64), "f32", 2560), "b": TensorHeader("b", (1000, 64), "gguf.q4_1", 40000),
+        "a": TensorHeader("a", (10, 64), "f32", 2560),
+        "b": TensorHeader("b", (1000, 64), "gguf.q4_1", 40000),
         "c": TensorHeader("c", (64,), "f32", 256),
     }
     files = TokenizerFiles("{}", "{{ messages }}", None, None, (2,), False, {})
     made = SimpleNamespace(
-        path=Path("/models/tiny.gguf"), config={"architectures": ["TinyForCausalLM"]}, headers=headers, conventions=frozenset(),
+        path=Path("/models/tiny.gguf"),
+        config={"architectures": ["TinyForCausalLM"]},
+        headers=headers,
+        conventions=frozenset(),
         tokenizer=lambda: files,
     )
 
@@ -88,7 +93,10 @@ def test_show_json(offroad, source):
     assert code == 0
     assert facts["parameters"] == 640 + 64000 + 64
     assert facts["nbytes"] == 2560 + 40000 + 256
-    assert facts["stored"] == [{"kind": "gguf.q4_1", "tensors": 1, "nbytes": 40000}, {"kind": "f32", "tensors": 2, "nbytes": 2816}]
+    assert facts["stored"] == [
+        {"kind": "gguf.q4_1", "tensors": 1, "nbytes": 40000},
+        {"kind": "f32", "tensors": 2, "nbytes": 2816},
+    ]
 
 
 def test_show_says_that_a_template_is_missing(source):
@@ -113,7 +121,9 @@ def test_plan(offroad, source, monkeypatch):
 
 def test_a_plan_with_open_cells_ends_with_3(offroad, source, monkeypatch):
     def make_plan(settings, given):
-        raise PlanError("no kernel for 2 cells on v100-32gb", found="\n0 attention", accepted="a kernel", next="--allow-reference")
+        raise PlanError(
+            "no kernel for 2 cells on v100-32gb", found="\n0 attention", accepted="a kernel", next="--allow-reference"
+        )
 
     put(monkeypatch, "offroad.engine", make_plan=make_plan)
     code, out, err = offroad("plan", "tiny")
@@ -131,8 +141,16 @@ def test_wrong_settings_end_with_2_and_name_the_flag(offroad):
 
 def test_the_screen_says_where_and_what():
     info = SimpleNamespace(
-        model="tiny", family="llama", max_model_len=2048, max_num_seqs=4, device="Test CPU", dtype="float32",
-        memory_summary="weights 0.1 GiB", plan_fingerprint="abc123", load_seconds=1.25, plan_summary="linear native\nattention torch",
+        model="tiny",
+        family="llama",
+        max_model_len=2048,
+        max_num_seqs=4,
+        device="Test CPU",
+        dtype="float32",
+        memory_summary="weights 0.1 GiB",
+        plan_fingerprint="abc123",
+        load_seconds=1.25,
+        plan_summary="linear native\nattention torch",
     )
     text = serve.screen("http://127.0.0.1:8000", info)
     assert "http://127.0.0.1:8000/v1" in text
@@ -173,7 +191,13 @@ def test_progress_on_a_terminal_ends_each_phase_and_survives_an_error():
 def test_table_and_size():
     assert table(("NAME", "N"), [("a", 5), ("bcdef", 123)]) == "NAME     N\na        5\nbcdef  123"
     assert table(("NAME", "N"), []) == "NAME  N"
-    assert [size(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * 1024**3)] == ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "3.00 GiB"]
+    assert [size(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * 1024**3)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 MiB",
+        "3.00 GiB",
+    ]
 
 
 def test_the_environment_is_a_short_table_and_hides_secrets(monkeypatch):
@@ -196,7 +220,10 @@ def test_kernels_are_asked_with_usual_problems():
     registry.kernels["a"] = fake_kernel("a", "linear", lambda device, p: Verdict("gguf.q4_1" in p.stored, "reads q4_1"))
     registry.kernels["b"] = fake_kernel("b", "attention", lambda device, p: Verdict(False, "needs avx512"))
     facts = doctor.kernel_facts(registry, load_profile("cpu-avx2"))
-    assert [(f["kernel"], f["ok"], f["reason"]) for f in facts] == [("b", False, "needs avx512"), ("a", True, "reads q4_1")]
+    assert [(f["kernel"], f["ok"], f["reason"]) for f in facts] == [
+        ("b", False, "needs avx512"),
+        ("a", True, "reads q4_1"),
+    ]
 
 
 def test_every_op_has_a_sample_problem():
@@ -207,6 +234,7 @@ def test_every_op_has_a_sample_problem():
 
 def test_doctor(offroad, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("offroad.native.compile.build", lambda compiler: Path("/cache/kernels.so"))
     code, out, _ = offroad("doctor", "--json")
     facts = json.loads(out)
     assert code == 0
@@ -216,11 +244,23 @@ def test_doctor(offroad, monkeypatch):
     code, out, _ = offroad("doctor")
     assert code == 0
     assert "KERNEL" in out
+    assert "/cache/kernels.so" in out
     assert "OFFROAD_HOME" in out
+
+
+def test_doctor_shows_what_the_compiler_said(offroad, monkeypatch):
+    def build(compiler):
+        raise CompileError("the C compiler refused the CPU kernels", found="exit 1: no such option")
+
+    monkeypatch.setattr("offroad.native.compile.build", build)
+    code, out, _ = offroad("doctor")
+    assert code == 0
+    assert "problem: the C compiler refused the CPU kernels; found: exit 1: no such option" in out
+    assert "not built" in out
 
 
 def test_doctor_reports_a_broken_compiler_and_goes_on(offroad, monkeypatch):
     monkeypatch.setenv("CC", "/no/such/compiler")
     code, out, _ = offroad("doctor")
     assert code == 0
-    assert "problem: environment variable CC" in out
+    assert "problem: C compiler in $CC" in out

@@ -1,11 +1,10 @@
 """The probe: capabilities from /proc/cpuinfo and compute capability, limits of control groups, what --device means."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from offroad.device import compiler, probe
+from offroad.device import probe
 from offroad.errors import SettingsError
 from offroad.settings import Settings
 
@@ -20,7 +19,9 @@ def test_cpu_capabilities_are_those_of_every_core():
 
 def test_avx512_needs_all_of_its_parts():
     assert "avx512" not in probe.cpu_capabilities(cpuinfo("avx2 avx512f"))
-    full = probe.cpu_capabilities(cpuinfo("avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8"))
+    full = probe.cpu_capabilities(
+        cpuinfo("avx2 avx512f avx512bw avx512dq avx512vl avx512_bf16 amx_tile amx_bf16 amx_int8")
+    )
     assert {"avx512", "avx512_bf16", "amx"} <= full
 
 
@@ -111,8 +112,13 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
     import torch
 
     properties = SimpleNamespace(
-        name="Test GPU", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132,
-        shared_memory_per_block_optin=232448, L2_cache_size=50 * 2**20,
+        name="Test GPU",
+        major=9,
+        minor=0,
+        total_memory=80 * 2**30,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=232448,
+        L2_cache_size=50 * 2**20,
     )
     monkeypatch.setattr(probe, "cuda_missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -122,47 +128,10 @@ def test_auto_takes_cuda_where_there_is_one(monkeypatch):
     assert profile.shared_per_block == 232448
 
 
-def script(path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_cc_of_the_environment_wins(tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", script(tmp_path / "mycc", "echo mycc 1.2; echo more") + " -m64")
-    found = compiler.find_compiler()
-    assert found.version == "mycc 1.2"
-    assert found.command[1:] == ("-m64",)
-    assert found.origin == "$CC"
-
-
-def test_a_bad_cc_is_an_error_and_nothing_else_is_tried(tmp_path, monkeypatch):
-    monkeypatch.setenv("CC", script(tmp_path / "bad", "exit 1"))
-    with pytest.raises(SettingsError, match="CC"):
-        compiler.find_compiler()
-
-
-def test_compilers_on_the_path_in_order(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    script(tmp_path / "clang", "echo clang 17")
-    assert compiler.find_compiler().version == "clang 17"
-    script(tmp_path / "cc", "exit 1")
-    script(tmp_path / "gcc", "echo gcc 12")
-    assert compiler.find_compiler().version == "gcc 12"
-
-
-def test_without_a_compiler(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
-    assert compiler.find_compiler() is None
-    assert "cc" not in dict(probe.toolchain())
-
-
-def test_ziglang_is_the_last_resort(tmp_path, monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: object())
-    monkeypatch.setattr(compiler, "_version", lambda command: "zig 0.13" if command[0] == sys.executable else None)
-    assert compiler.find_compiler().command == (sys.executable, "-m", "ziglang", "cc")
+def test_the_compiler_is_part_of_the_toolchain(monkeypatch):
+    monkeypatch.setattr(probe, "find_compiler", lambda: SimpleNamespace(version="gcc 12"))
+    assert dict(probe.toolchain(cuda="12.9"))["cc"] == "gcc 12"
+    assert dict(probe.toolchain(cuda="12.9"))["cuda"] == "12.9"
+    monkeypatch.setattr(probe, "find_compiler", lambda: None)
+    assert "cc" not in dict(probe.toolchain(cuda=None))
+    assert "cuda" not in dict(probe.toolchain(cuda=None))

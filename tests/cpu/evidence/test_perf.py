@@ -1,4 +1,4 @@
-"""The benchmark: definitions on made-up samples, random prompts, records, ratios, the engine and the server as targets."""
+"""The benchmark: definitions on made-up samples, prompts, records, ratios, the engine and the server as targets."""
 
 import json
 import math
@@ -54,7 +54,14 @@ class FakeTarget:
         self.rounds = []
 
     def facts(self):
-        return {"kind": "engine", "model": "tiny", "device": "Test", "dtype": "float32", "plan_fingerprint": "f1", "max_num_seqs": 8}
+        return {
+            "kind": "engine",
+            "model": "tiny",
+            "device": "Test",
+            "dtype": "float32",
+            "plan_fingerprint": "f1",
+            "max_num_seqs": 8,
+        }
 
     def vocab(self):
         return 100
@@ -113,6 +120,20 @@ def test_ratios_need_a_common_concurrency():
         perf.ratios(new, new | {"points": [{"concurrency": 64, "summary": {}}]})
 
 
+def test_token_ids_are_counted_where_the_server_tells_them(api):
+    api.ids = True
+    events = [
+        {"choices": [{"text": "", "token_ids": [7]}]},
+        {"choices": [{"text": "ab", "token_ids": [8, 9]}]},
+        {"choices": [{"text": "rest", "token_ids": []}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    api.text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    [sample] = api.round([[1, 2]], 3)
+    assert sample.tokens == [1, 2]
+    assert api.bodies[0]["return_token_ids"] is True
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": "other"}'])
 def test_other_files_are_no_baseline(tmp_path, text):
     path = tmp_path / "b.json"
@@ -142,7 +163,9 @@ class FakeEngine:
             last = self.left[name] == 0
             if last:
                 del self.left[name]
-            events.append(TokenEvent(request_id=name, index=0, token_ids=[5], finish_reason=self.reason if last else None))
+            events.append(
+                TokenEvent(request_id=name, index=0, token_ids=[5], finish_reason=self.reason if last else None)
+            )
         return events
 
     def close(self):
@@ -170,10 +193,13 @@ def api():
 
     target = perf.ServerTarget.__new__(perf.ServerTarget)
     target.url, target.model, target.bodies, target.text = "http://test", "tiny", [], ""
+    target.ids = False
 
     def handle(request):
         if request.url.path == "/plan":
-            return httpx.Response(200, json={"fingerprint": "f9", "device": "Test", "dtype": "float32", "max_num_seqs": 4})
+            return httpx.Response(
+                200, json={"fingerprint": "f9", "device": "Test", "dtype": "float32", "max_num_seqs": 4}
+            )
         target.bodies.append(json.loads(request.content))
         return httpx.Response(200, text=target.text)
 
@@ -182,7 +208,11 @@ def api():
 
 
 def test_the_server_as_a_target(api):
-    events = [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b"}]}, {"choices": [], "usage": {"completion_tokens": 5}}]
+    events = [
+        {"choices": [{"text": "a"}]},
+        {"choices": [{"text": "b"}]},
+        {"choices": [], "usage": {"completion_tokens": 5}},
+    ]
     api.text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     samples = api.round([[1, 2], [3, 4]], 5)
     assert [sample.tokens for sample in samples] == [[1, 4], [1, 4]]  # the last piece carries what was held back
@@ -191,7 +221,9 @@ def test_the_server_as_a_target(api):
     assert api.facts()["plan_fingerprint"] == "f9"
 
 
-@pytest.mark.parametrize("text", ["data: [DONE]\n\n", 'data: {"error": {"message": "x"}}\n\n', 'data: {"choices": [{"text": "a"}]}\n\n'])
+@pytest.mark.parametrize(
+    "text", ["data: [DONE]\n\n", 'data: {"error": {"message": "x"}}\n\n', 'data: {"choices": [{"text": "a"}]}\n\n']
+)
 def test_a_stream_without_text_or_usage_is_an_error(api, text):
     api.text = text
     with pytest.raises(OffroadError):
