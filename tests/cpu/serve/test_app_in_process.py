@@ -26,6 +26,12 @@ def post(stack, path: str, body, **settings):
     return asyncio.run(main()), made
 
 
+async def submitted(made, count: int) -> None:
+    """Waits until the client has sent so many requests to the engine."""
+    while made.client.unfinished < count:
+        await asyncio.sleep(0.005)
+
+
 def many(stack, path: str, bodies: list):
     made = stack()
 
@@ -279,7 +285,7 @@ def test_health_through_the_life_of_an_engine(stack):
             await starting
             seen.append(await http.get("/health"))
             running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100}))
-            await asyncio.sleep(0.05)
+            await submitted(made, 1)
             draining = asyncio.create_task(made.client.drain(10))
             await asyncio.sleep(0)
             seen += [await http.get("/health"), await http.post(CHAT, json={"messages": ABC})]
@@ -319,9 +325,9 @@ def test_queue_full_is_429(stack):
     async def main():
         async with made.http() as http:
             running = [
-                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100})) for _ in range(2)
+                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 250})) for _ in range(2)
             ]
-            await asyncio.sleep(0.05)
+            await submitted(made, 2)
             full = await http.post(COMPLETIONS, json={"prompt": "abc"})
             done = [(await task).status_code for task in running]
             again = await http.post(COMPLETIONS, json={"prompt": "abc"})
