@@ -346,7 +346,8 @@ def test_waiting_streams_are_pinged(stack, monkeypatch):
     async def main():
         async with made.http() as http:
             task = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "!never", "stream": True}))
-            await asyncio.sleep(0.3)
+            await submitted(made, 1)
+            await asyncio.sleep(0.2)
             await made.client.drain(0)
             return (await task).text
 
