@@ -131,6 +131,11 @@ class EngineClient:
         return len(self._open)
 
     @property
+    def room(self) -> int:
+        """The most requests that may be unfinished at a time."""
+        return self.settings.max_waiting + self.settings.max_num_seqs
+
+    @property
     def worker_pid(self) -> int | None:
         """Process id of the engine; None when there is none."""
         return self._worker.pid if self._worker else None
@@ -159,12 +164,11 @@ class EngineClient:
             raise NotReady("the server is shutting down", next="send the request to another server")
         if self.state is State.DEAD:
             raise self._dead()
-        room = self.settings.max_waiting + self.settings.max_num_seqs
-        if self.unfinished + new > room:
+        if self.unfinished + new > self.room:
             raise QueueFull(
                 f"{self.unfinished} requests are unfinished",
                 found=f"{new} more",
-                accepted=f"{room} in all (max_num_seqs + max_waiting)",
+                accepted=f"{self.room} in all (max_num_seqs + max_waiting)",
                 next="try again later",
             )
 
@@ -215,6 +219,8 @@ class EngineClient:
         """
         if self.state in (State.READY, State.LOADING):
             self.state = State.DRAINING
+        if not self._open:
+            return True
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
@@ -245,10 +251,10 @@ class EngineClient:
                 self._worker.kill()
                 await asyncio.to_thread(self._worker.wait, _CLOSE_SECONDS)
                 break
-        if self._reading is not None:
-            await self._reading
         if self._writer is not None:
             self._writer.close()
+        if self._reading is not None:
+            await self._reading
 
     def kill(self) -> None:
         """Ends the engine's process at once."""
@@ -293,7 +299,10 @@ class EngineClient:
             case Reply(number, failure):
                 future = self._calls.get(number)
                 if future is not None and not future.done():
-                    future.set_exception(failure.error()) if failure else future.set_result(None)
+                    if failure is None:
+                        future.set_result(None)
+                    else:
+                        future.set_exception(failure.error())
             case Ready(info, tokenizer):
                 self.info, self.tokenizer = info, tokenizer
                 if not self._ready.done():

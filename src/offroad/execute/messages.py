@@ -49,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, doing: str) -> Failure:
-        """The failure that carries `error`; one that is no OffroadError becomes EngineDead, with what was being done."""
+        """The failure that carries `error`; one that is no OffroadError becomes EngineDead and says what was done."""
         if not isinstance(error, OffroadError):
             return cls(
                 kind="EngineDead",

@@ -1,7 +1,7 @@
 """The engine's process: commands in, one message of events for each step out.
 
 A thread reads commands and a thread writes reports, so that neither a slow server nor a large prompt stalls a step.
-When the server is gone the reading thread sees the end of the stream and ends the process, even in the middle of a load.
+When the server is gone the reading thread sees the end of the stream and ends the process, even amid a load.
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def _loop(engine: Any, pipe: Pipe) -> None:
             _handle(engine, command, pipe)
         # A step also after commands alone: it brings the events of what they have aborted.
         events = engine.step()
-        if events or commands or not engine.has_work():
-            pipe.send(Events(events, engine.stats()))
+        pipe.send(Events(events, engine.stats()))
 
 
 def _handle(engine: Any, command: Command, pipe: Pipe) -> None:

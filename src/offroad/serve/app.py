@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -13,6 +15,8 @@ from offroad.serve.metrics import CONTENT_TYPE
 from offroad.serve.openai import routes
 from offroad.serve.service import Service
 
+_PAGE_POLICY = "default-src 'self' 'unsafe-inline'"
+
 
 def create_app(service: Service) -> FastAPI:
     """An app on `service`, which someone else starts and ends."""
@@ -21,6 +25,13 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(OffroadError, on_offroad_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_defect)
+
+    page = files("offroad.serve").joinpath("web/index.html").read_bytes()
+
+    @app.get("/")
+    async def chat_page() -> Response:
+        """A small chat page; it loads nothing from elsewhere."""
+        return Response(page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
     @app.get("/health")
     async def health() -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ from starlette.responses import Response
 from offroad.errors import EngineDead, OffroadError, QueueFull, RequestError
 from offroad.execute.client import NotReady
 
-log = logging.getLogger("offroad.serve")
 RETRY_SECONDS = 1
 _BY_STATUS = {
     400: "invalid_request_error",
@@ -96,6 +94,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_defect(request: Request, error: Exception) -> Response:
-    """Exception handler for everything else: our defect. The log has the traceback, the body only its kind."""
-    log.error("a defect while answering %s %s", request.method, request.url.path, exc_info=error)
+    """Exception handler for everything else: our defect. The server logs the traceback, the body has only its kind."""
     return json_response(error_body(500, f"internal error: {type(error).__name__}", code="internal_error"), 500)

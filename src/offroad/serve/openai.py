@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from offroad.errors import OffroadError
+from offroad.errors import OffroadError, RequestError
 from offroad.serve.errors import ModelUnknown, body_of, error_body, json_response
 from offroad.serve.generation import Generation, Piece, fit
 from offroad.serve.protocol import ChatRequest, CompletionRequest, parse
@@ -109,6 +109,10 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
     text, info = service.text, service.client.info
     sampling = body.sampling(text.generation, info.vocab)
     given = body.prompts(info.vocab)
+    if len(given) > service.client.room:
+        raise RequestError(
+            "prompt", param="prompt", found=f"{len(given)} prompts", accepted=f"up to {service.client.room}"
+        )
     service.client.require_ready(len(given))
     special = body.add_special_tokens is not False
 

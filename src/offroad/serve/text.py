@@ -49,7 +49,7 @@ class ModelText:
         self._template = ChatTemplate(files, chat_template)
         self.generation, self.eos_ids = files.generation, tuple(self._tokenizer.eos_ids)
         self.decode = self._tokenizer.decode
-        self.token_text, self.token_bytes = self._tokenizer.token_text, self._tokenizer.token_bytes
+        self.token_bytes = self._tokenizer.token_bytes
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt:
         """The prompt of a conversation. Raises RequestError when the template refuses it."""
@@ -61,6 +61,10 @@ class ModelText:
 
     def prompt(self, text: str, add_special: bool) -> Prompt:
         return Prompt(list(self._tokenizer.encode(text, add_special)), text)
+
+    def token_text(self, id: int) -> str:
+        """The text of a token alone, as log-probabilities name it; bytes that are no text become U+FFFD."""
+        return self.token_bytes(id).decode(errors="replace")
 
     def stream(self, params: SamplingParams, continues: bool) -> Any:
         from offroad.text.detokenize import OutputStream

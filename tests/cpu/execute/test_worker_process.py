@@ -209,6 +209,7 @@ def test_drain_waits_then_ends_what_is_left():
         short = asyncio.create_task(tokens(client, request("short", max_tokens=20)))
         await asyncio.sleep(0.01)
         assert await client.drain(5.0)
+        assert await client.drain(0.0)
         assert len(await short) == 20
         with pytest.raises(NotReady, match="shutting down"):
             client.submit([request("late")])

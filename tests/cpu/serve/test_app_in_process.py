@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 
 from fake_engine import SlowLoad
 
@@ -23,6 +24,12 @@ def post(stack, path: str, body, **settings):
             return await http.post(path, content=raw)
 
     return asyncio.run(main()), made
+
+
+async def submitted(made, count: int) -> None:
+    """Waits until the client has sent so many requests to the engine."""
+    while made.client.unfinished < count:
+        await asyncio.sleep(0.005)
 
 
 def many(stack, path: str, bodies: list):
@@ -278,7 +285,7 @@ def test_health_through_the_life_of_an_engine(stack):
             await starting
             seen.append(await http.get("/health"))
             running = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100}))
-            await asyncio.sleep(0.05)
+            await submitted(made, 1)
             draining = asyncio.create_task(made.client.drain(10))
             await asyncio.sleep(0)
             seen += [await http.get("/health"), await http.post(CHAT, json={"messages": ABC})]
@@ -318,18 +325,18 @@ def test_queue_full_is_429(stack):
     async def main():
         async with made.http() as http:
             running = [
-                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 100})) for _ in range(2)
+                asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 250})) for _ in range(2)
             ]
-            await asyncio.sleep(0.05)
+            await submitted(made, 2)
             full = await http.post(COMPLETIONS, json={"prompt": "abc"})
             done = [(await task).status_code for task in running]
             again = await http.post(COMPLETIONS, json={"prompt": "abc"})
-            several = await http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]})
+            several = await http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"]})  # can never be taken
             return full, done, again, several
 
     full, done, again, several = asyncio.run(main())
     assert (full.status_code, full.headers["retry-after"], full.json()["error"]["code"]) == (429, "1", "queue_full")
-    assert (done, again.status_code, several.status_code) == ([200, 200], 200, 429)
+    assert (done, again.status_code, several.status_code) == ([200, 200], 200, 400)
 
 
 def test_waiting_streams_are_pinged(stack, monkeypatch):
@@ -339,7 +346,8 @@ def test_waiting_streams_are_pinged(stack, monkeypatch):
     async def main():
         async with made.http() as http:
             task = asyncio.create_task(http.post(COMPLETIONS, json={"prompt": "!never", "stream": True}))
-            await asyncio.sleep(0.3)
+            await submitted(made, 1)
+            await asyncio.sleep(0.2)
             await made.client.drain(0)
             return (await task).text
 
@@ -389,3 +397,23 @@ def test_defects_are_500_without_details(stack, monkeypatch):
 
     answer = asyncio.run(main())
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+
+
+def test_chat_page_loads_nothing_from_elsewhere(stack):
+    made = stack()
+
+    async def main():
+        async with made.http() as http:
+            page = await http.get("/")
+            paths = re.findall(r'(?:href="|fetch\(")([^"]+)"', page.text)
+            asked = [(await http.get(f"/{path}")).status_code for path in paths]
+            body = {"messages": ABC, "stream": True, "stream_options": {"include_usage": True}}  # as the page sends it
+            return page, dict(zip(paths, asked, strict=True)), (await http.post(CHAT, json=body)).text
+
+    page, asked, streamed = asyncio.run(main())
+    assert page.headers["content-type"].startswith("text/html")
+    assert "://" not in page.text
+    assert "const body = { messages, stream: true, stream_options: { include_usage: true } };" in page.text
+    assert asked == {"plan": 200, "metrics": 200, "v1/chat/completions": 405, "v1/models": 200}
+    last = json.loads(streamed.split("\n\n")[-3].removeprefix("data: "))
+    assert {"predicted_n", "predicted_per_second", "prompt_ms", "prompt_n", "cached_n"} <= last["timings"].keys()

@@ -84,7 +84,7 @@ class Running:
 def test_drain_finishes_what_runs(number):
     with running() as process:
         url, worker = ready(process)
-        request = Running(url, {"prompt": "abc", "max_tokens": 200})
+        request = Running(url, {"prompt": "abc", "max_tokens": 450})
         process.send_signal(number)
         time.sleep(0.1)
         assert httpx.get(f"{url}/health").json()["status"] == "draining"
