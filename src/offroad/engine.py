@@ -62,15 +62,23 @@ def make_plan(settings: Settings, source: Source) -> Plan:
     return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
 
 
+def _share_cores(plan: Plan, threads: int) -> None:
+    """Gives the cores to whoever does the work: torch's threads spin when they wait, and would take them from the C
+    kernels' own, so torch gets one where those are used. Changes the number of torch threads of the whole process."""
+    threads = threads or plan.device.units
+    if plan.device.kind == "cpu":
+        compiled = any(name.startswith("cpu.") for name in plan.kernels())
+        torch.set_num_threads(1 if compiled else threads)
+        if compiled:
+            configure(threads)
+
+
 class Engine:
     """Requests in, token events out. `step()` does the work; nothing happens between calls."""
 
     def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
         began, report = time.perf_counter(), progress or _silent
         self.settings = settings
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
-        configure(settings.threads or torch.get_num_threads())
         report("pull", 0.0, settings.model)
         source = open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
@@ -80,6 +88,7 @@ class Engine:
                             accepted="auto, cpu, cuda", next=f"use `offroad plan --device {self.plan.device.name}`")
         resolved = resolve_model(source.config)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
+        _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,6 +35,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
+log = logging.getLogger("offroad.execute")
 ENGINE = "offroad.engine:Engine"
 _CLOSE_SECONDS = 5.0
 
@@ -159,8 +161,12 @@ class EngineClient:
             raise self._dead()
         room = self.settings.max_waiting + self.settings.max_num_seqs
         if self.unfinished + new > room:
-            raise QueueFull(f"{self.unfinished} requests are unfinished", found=f"{new} more",
-                            accepted=f"{room} in all (max_num_seqs + max_waiting)", next="try again later")
+            raise QueueFull(
+                f"{self.unfinished} requests are unfinished",
+                found=f"{new} more",
+                accepted=f"{room} in all (max_num_seqs + max_waiting)",
+                next="try again later",
+            )
 
     def submit(self, requests: Sequence[Request]) -> Subscription:
         """Sends all of the requests or, raising NotReady, EngineDead or QueueFull, none of them."""
@@ -215,8 +221,11 @@ class EngineClient:
             for request_id in list(self._open):
                 subscription = self._forget(request_id)
                 self._send(Abort(request_id))
-                error = NotReady("the server is shutting down", found=f"the request still ran after {seconds:g} s",
-                                 next="send the request to another server")
+                error = NotReady(
+                    "the server is shutting down",
+                    found=f"the request still ran after {seconds:g} s",
+                    next="send the request to another server",
+                )
                 subscription.fail(request_id, error)
             return False
         return True
@@ -266,8 +275,8 @@ class EngineClient:
         except Exception as error:
             # A defect here must not leave requests waiting for ever.
             self._die(EngineDead("the engine's messages cannot be read", found=f"{type(error).__name__}: {error}"))
+            log.error("a defect while reading the engine's messages", exc_info=error)
             self.kill()
-            raise
 
     def _take(self, report: Report) -> None:
         match report:

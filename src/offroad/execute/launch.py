@@ -35,7 +35,10 @@ class _Process:
         # A session of its own: Ctrl-C in the terminal reaches the server alone, which then steers the worker.
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "offroad.execute.worker", str(sock.fileno())],
-            stdin=subprocess.DEVNULL, pass_fds=[sock.fileno()], env=env, start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[sock.fileno()],
+            env=env,
+            start_new_session=True,
         )
         self.pid = self._popen.pid
         sock.close()

@@ -49,13 +49,24 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException, doing: str) -> Failure:
-        """The failure that carries `error`; one that is no OffroadError becomes EngineDead and says what was being done."""
+        """The failure that carries `error`; one that is no OffroadError becomes EngineDead, with what was being done."""
         if not isinstance(error, OffroadError):
-            return cls(kind="EngineDead", what=f"the engine failed while {doing}", found=f"{type(error).__name__}: {error}",
-                       next="the engine's traceback is on its standard error; please report it")
+            return cls(
+                kind="EngineDead",
+                what=f"the engine failed while {doing}",
+                found=f"{type(error).__name__}: {error}",
+                next="the engine's traceback is on its standard error; please report it",
+            )
         found = None if error.found is None else str(error.found)
-        return cls(kind=type(error).__name__, what=error.what, found=found, accepted=error.accepted, next=error.next,
-                   param=getattr(error, "param", None), code=getattr(error, "code", ""))
+        return cls(
+            kind=type(error).__name__,
+            what=str(error.what),
+            found=found,
+            accepted=str(error.accepted),
+            next=str(error.next),
+            param=getattr(error, "param", None),
+            code=getattr(error, "code", ""),
+        )
 
     def error(self) -> OffroadError:
         """The exception again, of the same class where `offroad.errors` has it."""

@@ -1,7 +1,7 @@
 """The engine's process: commands in, one message of events for each step out.
 
-A thread reads commands and a thread writes reports, so that neither a slow server nor a large prompt stalls a step. When
-the server is gone the reading thread sees the end of the stream and ends the process, even in the middle of a load.
+A thread reads commands and a thread writes reports, so that neither a slow server nor a large prompt stalls a step.
+When the server is gone the reading thread sees the end of the stream and ends the process, even in the middle of a load.
 """
 
 from __future__ import annotations

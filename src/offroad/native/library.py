@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 from offroad.native.compile import build
 
 _SIGNATURES = {
-    "offroad_norm": ([c_void_p] * 6 + [c_int64, c_int64, c_float], None),
-    "offroad_gated": ([c_void_p, c_void_p, c_int64, c_int64, c_int], None),
-    "offroad_qkv_rope": ([c_void_p] * 8 + [c_int64, c_void_p, c_float], None),
-    "offroad_linear": ([c_void_p, c_void_p, c_void_p, c_int64], None),
+    "offroad_norm": ([c_char_p], None),
+    "offroad_gated": ([c_char_p], None),
+    "offroad_qkv_rope": ([c_char_p], None),
+    "offroad_linear": ([c_char_p], None),
     "offroad_embed": ([c_void_p, c_void_p, c_void_p, c_int64, c_float], None),
-    "offroad_attention": ([c_void_p], c_int),
+    "offroad_attention": ([c_char_p], c_int),
     "offroad_set_threads": ([c_int], c_int),
 }
 

@@ -116,11 +116,13 @@ INLINE void chain(const weight_t *w, const int tiles, int64_t tile, int64_t k0, 
 #undef ARGS
 }
 
+/* One struct instead of four arguments: see rows.c. The last two are set here. */
 typedef struct {
     const weight_t *w;
     const float *x;
     float *out;
-    int64_t rows, per_task, panels;
+    int64_t rows;
+    int64_t per_task, panels;
 } job_t;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -264,17 +266,18 @@ static void panel_task(void *argument, int64_t index) {
 }
 
 /* out [rows, n] = x [rows, k] w^T + bias. */
-void offroad_linear(const weight_t *w, const float *x, float *out, int64_t rows) {
-    int64_t tiles = (w->n + TILE - 1) / TILE;
-    job_t job = {w, x, out, rows, 0, (tiles + PT - 1) / PT};
-    if (rows > 1) {
-        pool_run(panel_task, &job, job.panels * ((rows + MB - 1) / MB));
-        return;
+void offroad_linear(const job_t *given) {
+    job_t job = *given;
+    int64_t tiles = (job.w->n + TILE - 1) / TILE;
+    if (job.rows > 1) {
+        job.panels = (tiles + PT - 1) / PT;
+        pool_run(panel_task, &job, job.panels * ((job.rows + MB - 1) / MB));
+    } else if (job.rows) {
+        int64_t pieces = (int64_t)pool_threads() * 4;
+        job.per_task = (tiles + pieces - 1) / pieces;
+        job.per_task += job.per_task & 1;
+        pool_run(direct_task, &job, (tiles + job.per_task - 1) / job.per_task);
     }
-    int64_t pieces = (int64_t)pool_threads() * 4;
-    job.per_task = (tiles + pieces - 1) / pieces;
-    job.per_task += job.per_task & 1;
-    if (rows) pool_run(direct_task, &job, (tiles + job.per_task - 1) / job.per_task);
 }
 
 /* out [tokens, k] = scale * rows `ids` of the weight; q * s, + m and * scale are rounded one by one, as the reference. */

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offroad.errors import PlanError
 from offroad.quant.packed import Packed
 
 LAYOUT = "cpu.tile16"
@@ -60,7 +61,8 @@ def pack(weight: Packed) -> Tiled:
     if isinstance(weight, Tiled):
         return weight
     reason = unfit(weight.layout, weight.k, weight.group)
-    assert reason is None, reason
+    if reason is not None:
+        raise PlanError("weight for the CPU kernels", found=reason, next="--kernel linear=torch.linear")
     tensors = weight.tensors
     if weight.layout == "dense":
         name = "bf16" if tensors["w"].dtype == torch.bfloat16 else "f32"

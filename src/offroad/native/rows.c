@@ -24,11 +24,14 @@ INLINE void scaled(const float *x, float scale, const float *weight, float *out,
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
+/* Arguments of an op come as one struct (the order is that of the caller's struct.pack): one is cheaper to hand over
+   from Python than many. `per_task` is set here. */
 typedef struct {
     const float *x, *residual, *post, *weight;
     float *out, *sum;
-    int64_t rows, n, per_task;
-    float eps;
+    int64_t rows, n;
+    double eps;
+    int64_t per_task;
 } norm_job;
 
 static void norm_task(void *argument, int64_t index) {
@@ -40,14 +43,14 @@ static void norm_task(void *argument, int64_t index) {
             float *sum = job->sum + row * n;
             const float *residual = job->residual + row * n;
             if (job->post) {
-                float scale = inverse_rms(x, n, job->eps);
+                float scale = inverse_rms(x, n, (float)job->eps);
                 for (int64_t i = 0; i < n; i++) sum[i] = residual[i] + x[i] * scale * job->post[i];
             } else {
                 for (int64_t i = 0; i < n; i++) sum[i] = residual[i] + x[i];
             }
             x = sum;
         }
-        scaled(x, inverse_rms(x, n, job->eps), job->weight, job->out + row * n, n);
+        scaled(x, inverse_rms(x, n, (float)job->eps), job->weight, job->out + row * n, n);
     }
 }
 
@@ -58,21 +61,20 @@ static int64_t rows_per_task(int64_t rows, int64_t n) {
 }
 
 /* out = norm(r), sum = r with r = x, residual + x, or residual + norm(x, post): see ops/norm.py. */
-void offroad_norm(const float *x, const float *residual, const float *post, const float *weight, float *out, float *sum,
-                  int64_t rows, int64_t n, float eps) {
-    norm_job job = {x, residual, post, weight, out, sum, rows, n, rows_per_task(rows, n), eps};
-    pool_run(norm_task, &job, (rows + job.per_task - 1) / job.per_task);
+void offroad_norm(const norm_job *given) {
+    norm_job job = *given;
+    job.per_task = rows_per_task(job.rows, job.n);
+    pool_run(norm_task, &job, (job.rows + job.per_task - 1) / job.per_task);
 }
 
 typedef struct {
     const float *x;
     float *out;
-    int64_t rows, size, per_task;
-    int gelu;
+    int64_t rows, size, gelu, per_task;
 } gate_job;
 
 /* silu(g) = g / (1 + exp(-g)); gelu with tanh(y) is g / (1 + exp(-2 y)): no cancellation. */
-INLINE vf gated(vf gate, vf up, int gelu) {
+INLINE vf gated(vf gate, vf up, int64_t gelu) {
     vf y = gate;
     if (gelu) y = splat(1.5957691216f) * gate * fma_(splat(0.044715f) * gate, gate, splat(1.0f));
     return gate / (splat(1.0f) + exp_(-y)) * up;
@@ -97,17 +99,19 @@ static void gate_task(void *argument, int64_t index) {
 }
 
 /* out [rows, size] = act(gate) * up of x [rows, 2 size]. */
-void offroad_gated(const float *x, float *out, int64_t rows, int64_t size, int gelu) {
-    gate_job job = {x, out, rows, size, rows_per_task(rows, size * 4), gelu};
-    pool_run(gate_task, &job, (rows + job.per_task - 1) / job.per_task);
+void offroad_gated(const gate_job *given) {
+    gate_job job = *given;
+    job.per_task = rows_per_task(job.rows, job.size * 4);
+    pool_run(gate_task, &job, (job.rows + job.per_task - 1) / job.per_task);
 }
 
 typedef struct {
     const float *qkv, *table, *q_norm, *k_norm;
     const int64_t *positions;
     float *q, *k, *v;
-    int64_t tokens, heads, kv_heads, dim, rope_dim, per_task;
-    float eps;
+    int64_t tokens, heads, kv_heads, dim, rope_dim;
+    double eps;
+    int64_t per_task;
 } rope_job;
 
 INLINE void rope_head(const float *x, const float *weight, const float *cos_, const float *sin_, float *out, int64_t dim,
@@ -132,17 +136,16 @@ static void rope_task(void *argument, int64_t index) {
         const float *from = job->qkv + token * (job->heads + 2 * job->kv_heads) * dim;
         const float *cos_ = job->table + job->positions[token] * job->rope_dim, *sin_ = cos_ + half;
         for (int64_t head = 0; head < job->heads; head++, from += dim)
-            rope_head(from, job->q_norm, cos_, sin_, job->q + (token * job->heads + head) * dim, dim, job->rope_dim, job->eps);
+            rope_head(from, job->q_norm, cos_, sin_, job->q + (token * job->heads + head) * dim, dim, job->rope_dim, (float)job->eps);
         for (int64_t head = 0; head < job->kv_heads; head++, from += dim)
-            rope_head(from, job->k_norm, cos_, sin_, job->k + (token * job->kv_heads + head) * dim, dim, job->rope_dim, job->eps);
+            rope_head(from, job->k_norm, cos_, sin_, job->k + (token * job->kv_heads + head) * dim, dim, job->rope_dim, (float)job->eps);
         memcpy(job->v + token * job->kv_heads * dim, from, (size_t)(job->kv_heads * dim) * 4);
     }
 }
 
 /* q, k and v out of the fused projection, the first two normed where weights are given, and rotated. */
-void offroad_qkv_rope(const float *qkv, const int64_t *positions, const float *table, const float *q_norm,
-                      const float *k_norm, float *q, float *k, float *v, int64_t tokens, const int64_t *sizes, float eps) {
-    rope_job job = {qkv, table, q_norm, k_norm, positions, q, k, v, tokens, sizes[0], sizes[1], sizes[2], sizes[3], 0, eps};
-    job.per_task = rows_per_task(tokens, (job.heads + 2 * job.kv_heads) * job.dim);
-    pool_run(rope_task, &job, (tokens + job.per_task - 1) / job.per_task);
+void offroad_qkv_rope(const rope_job *given) {
+    rope_job job = *given;
+    job.per_task = rows_per_task(job.tokens, (job.heads + 2 * job.kv_heads) * job.dim);
+    pool_run(rope_task, &job, (job.tokens + job.per_task - 1) / job.per_task);
 }

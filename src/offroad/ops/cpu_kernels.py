@@ -17,14 +17,18 @@ from offroad.errors import OffroadError
 from offroad.models.spec import AttentionSpec
 from offroad.native.compile import INSTALL
 from offroad.native.library import library, set_threads
-from offroad.native.pack import LAYOUT, Tiled, unfit
+from offroad.native.pack import LAYOUT, Tiled
 from offroad.ops.spec import Bound, Problem, Registry, Verdict, refuse
 from offroad.run.rows import PagedView, Rows
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
+# The argument structs of the C functions, in their order.
+_LINEAR = struct.Struct("@3Q3q")
+_NORM = struct.Struct("@6Q2qdq")
+_GATED = struct.Struct("@2Q4q")
+_QKV_ROPE = struct.Struct("@8Q5qdq")
 _ATTENTION = struct.Struct("@11Q8q2f")
-_QKV = struct.Struct("@4q")
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bind_linear() -> Bound:
-    call, empty = library().offroad_linear, torch.empty
+    call, pack, empty = library().offroad_linear, _LINEAR.pack, torch.empty
 
     def linear(x: torch.Tensor, weight: Tiled) -> torch.Tensor:
-        x = _flat(x)
-        rows = x.shape[0]
-        out = empty((rows, weight.n))
-        call(weight.address, x.data_ptr(), out.data_ptr(), rows)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        rows = x.size(0)
+        out = empty(rows, weight.n)
+        call(pack(weight.address, x.data_ptr(), out.data_ptr(), rows, 0, 0))
         return out
 
     return linear
@@ -92,74 +97,76 @@ def _bind_embed() -> Bound:
 
 
 def _bind_norm() -> Bound:
-    call, empty_like = library().offroad_norm, torch.empty_like
+    call, pack, empty = library().offroad_norm, _NORM.pack, torch.empty
 
     def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = _flat(x)
-        out = empty_like(x)
-        n = x.shape[-1]
-        call(x.data_ptr(), None, None, weight.data_ptr(), out.data_ptr(), None, x.numel() // n, n, eps)
+        rows, n = x.shape
+        out = empty(rows, n)
+        call(pack(x.data_ptr(), 0, 0, weight.data_ptr(), out.data_ptr(), 0, rows, n, eps, 0))
         return out
 
     return norm
 
 
 def _bind_add_norm() -> Bound:
-    call, empty_like = library().offroad_norm, torch.empty_like
+    call, pack, empty = library().offroad_norm, _NORM.pack, torch.empty
 
     def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = _flat(x), _flat(residual)
-        out, total = empty_like(x), empty_like(x)
-        call(x.data_ptr(), residual.data_ptr(), None, weight.data_ptr(), out.data_ptr(), total.data_ptr(), x.shape[0], x.shape[1], eps)
+        rows, n = x.shape
+        out, total = empty(rows, n), empty(rows, n)
+        call(pack(x.data_ptr(), residual.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), total.data_ptr(), rows, n, eps, 0))
         return out, total
 
     return add_norm
 
 
 def _bind_sandwich_norm() -> Bound:
-    call, empty_like = library().offroad_norm, torch.empty_like
+    call, pack, empty = library().offroad_norm, _NORM.pack, torch.empty
 
     def sandwich_norm(
         x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = _flat(x), _flat(residual)
-        out, total = empty_like(x), empty_like(x)
-        call(x.data_ptr(), residual.data_ptr(), post.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-             x.shape[0], x.shape[1], eps)
+        rows, n = x.shape
+        out, total = empty(rows, n), empty(rows, n)
+        call(pack(x.data_ptr(), residual.data_ptr(), post.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+                  rows, n, eps, 0))
         return out, total
 
     return sandwich_norm
 
 
 def _bind_gated() -> Bound:
-    call = library().offroad_gated
+    call, pack, empty = library().offroad_gated, _GATED.pack, torch.empty
 
     def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         assert kind in ("silu", "gelu_tanh"), kind
         gate_up = _flat(gate_up)
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((rows, size))
-        call(gate_up.data_ptr(), out.data_ptr(), rows, size, kind == "gelu_tanh")
+        rows, size = gate_up.shape
+        out = empty(rows, size // 2)
+        call(pack(gate_up.data_ptr(), out.data_ptr(), rows, size // 2, kind == "gelu_tanh", 0))
         return out
 
     return gated_activation
 
 
 def _bind_qkv_rope() -> Bound:
-    call, empty = library().offroad_qkv_rope, torch.empty
+    call, pack, empty = library().offroad_qkv_rope, _QKV_ROPE.pack, torch.empty
 
     def qkv_rope(
         qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, spec: AttentionSpec,
         q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv, positions = _flat(qkv), _flat(positions)
-        tokens, heads, kv_heads, dim = qkv.shape[0], spec.heads, spec.kv_heads, spec.head_dim
-        q, k, v = empty((tokens, heads, dim)), empty((tokens, kv_heads, dim)), empty((tokens, kv_heads, dim))
-        call(
-            qkv.data_ptr(), positions.data_ptr(), table.data_ptr(), None if q_norm is None else q_norm.data_ptr(),
-            None if k_norm is None else k_norm.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), tokens,
-            _QKV.pack(heads, kv_heads, dim, spec.rope.dim), eps,
-        )
+        tokens, heads, kv_heads, dim = qkv.size(0), spec.heads, spec.kv_heads, spec.head_dim
+        q, k, v = empty(tokens, heads, dim), empty(tokens, kv_heads, dim), empty(tokens, kv_heads, dim)
+        call(pack(
+            qkv.data_ptr(), table.data_ptr(), 0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(), positions.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            tokens, heads, kv_heads, dim, spec.rope.dim, eps, 0,
+        ))
         return q, k, v
 
     return qkv_rope
@@ -172,11 +179,11 @@ def _bind_attention() -> Bound:
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec
     ) -> torch.Tensor:
         q, k, v = _flat(q), _flat(k), _flat(v)
-        out = empty((q.shape[0], spec.heads * spec.head_dim))
+        out = empty(q.size(0), spec.heads * spec.head_dim)
         failed = call(pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), view.k.data_ptr(), view.v.data_ptr(),
             view.table.data_ptr(), rows.slot_t.data_ptr(), rows.start_t.data_ptr(), rows.width_t.data_ptr(),
-            rows.offset_t.data_ptr(), rows.slot_t.shape[0], view.table.stride(0), view.block, view.window or 0, spec.heads,
+            rows.offset_t.data_ptr(), rows.slot_t.size(0), view.table.stride(0), view.block, view.window or 0, spec.heads,
             spec.kv_heads, spec.head_dim, view.writable, spec.scale, spec.softcap or 0.0,
         ))
         if failed:
@@ -192,11 +199,13 @@ def _any(problem: Problem) -> str | None:
 
 
 def _linear_limits(problem: Problem) -> str | None:
-    sizes = dict(problem.sizes)
-    for stored in problem.stored:
-        layout = stored.split(":")[0]
-        if layout in ("affine4", "affine8") and "group" in sizes and (reason := unfit(layout, sizes["k"], sizes["group"])):
-            return reason
+    if not problem.stored:
+        return None
+    from offroad.quant.scheme import layout_of
+
+    k = dict(problem.sizes)["k"]
+    if k % 32 and layout_of(problem.stored) == "affine4":
+        return f"4-bit weights need k of a multiple of 32; asked: {k}"
     return None
 
 

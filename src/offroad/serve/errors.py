@@ -16,8 +16,13 @@ from offroad.execute.client import NotReady
 log = logging.getLogger("offroad.serve")
 RETRY_SECONDS = 1
 _BY_STATUS = {
-    400: "invalid_request_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error",
-    429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error",
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
 }
 
 
@@ -36,7 +41,12 @@ class GenerationFailed(OffroadError):
 def status_of(error: OffroadError) -> int:
     """The HTTP status that answers `error`."""
     for kind, status in (
-        (ModelUnknown, 404), (BodyTooLarge, 413), (RequestError, 400), (QueueFull, 429), (EngineDead, 503), (NotReady, 503)
+        (ModelUnknown, 404),
+        (BodyTooLarge, 413),
+        (RequestError, 400),
+        (QueueFull, 429),
+        (EngineDead, 503),
+        (NotReady, 503),
     ):
         if isinstance(error, kind):
             return status

@@ -60,7 +60,9 @@ def fit(prompt: Prompt, params: SamplingParams, max_model_len: int, default: int
         more = "" if asked is None else f" and {asked} tokens of completion were asked for ({used + asked} in all)"
         raise RequestError(
             f"this model's maximum context length is {max_model_len} tokens, but the prompt has {used}{more}",
-            param="max_tokens" if rest >= 1 else param, code="context_length_exceeded", next="shorten the prompt or lower max_tokens",
+            param="max_tokens" if rest >= 1 else param,
+            code="context_length_exceeded",
+            next="shorten the prompt or lower max_tokens",
         )
     if asked is None:
         asked = min(rest, default or rest)
@@ -74,16 +76,31 @@ class Generation:
     """
 
     def __init__(
-        self, client: EngineClient, text: TextLayer, metrics: Metrics, prompts: list[Prompt], params: list[SamplingParams],
-        *, name: str, salt: str, continues: bool,
+        self,
+        client: EngineClient,
+        text: TextLayer,
+        metrics: Metrics,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        *,
+        name: str,
+        salt: str,
+        continues: bool,
     ) -> None:
         self.prompts, self.params, self._metrics = prompts, params[0], metrics
         n = self.params.n
         self.choices = [Choice(text.stream(params[i], continues), i) for i in range(len(prompts)) for _ in range(n)]
         seed = self.params.seed if self.params.seed is not None else secrets.randbits(63)
         requests = [
-            Request(id=f"{name}-{i}", prompt_ids=prompt.ids, params=params[i], seed=seed, eos_ids=text.eos_ids,
-                    marks=prompt.marks, salt=salt)
+            Request(
+                id=f"{name}-{i}",
+                prompt_ids=prompt.ids,
+                params=params[i],
+                seed=seed,
+                eos_ids=text.eos_ids,
+                marks=prompt.marks,
+                salt=salt,
+            )
             for i, prompt in enumerate(prompts)
         ]
         self._base = {request.id: i * n for i, request in enumerate(requests)}
@@ -181,8 +198,12 @@ class Generation:
         """The `usage` object. A prompt counts once, however many choices it has; finishing eos tokens count."""
         prompt = sum(len(p.ids) for p in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self.choices)
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-                "prompt_tokens_details": {"cached_tokens": self._cached()}}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached()},
+        }
 
     def timings(self) -> dict[str, Any]:
         """The `timings` extension. `prompt_n`: prompt tokens that were run (not resumed); `prompt_ms`: until the first
@@ -192,7 +213,10 @@ class Generation:
         later = predicted - sum(bool(choice.token_ids) for choice in self.choices)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "prompt_n": usage["prompt_tokens"] - cached, "prompt_ms": round((first - self.began) * 1e3, 3),
-            "predicted_n": predicted, "predicted_ms": round(seconds * 1e3, 3),
-            "predicted_per_second": round(later / seconds, 3) if later > 0 and seconds > 0 else None, "cached_n": cached,
+            "prompt_n": usage["prompt_tokens"] - cached,
+            "prompt_ms": round((first - self.began) * 1e3, 3),
+            "predicted_n": predicted,
+            "predicted_ms": round(seconds * 1e3, 3),
+            "predicted_per_second": round(later / seconds, 3) if later > 0 and seconds > 0 else None,
+            "cached_n": cached,
         }

@@ -18,7 +18,11 @@ _COUNTERS = (
     ("generation_tokens", "generated_tokens", "Tokens that were generated."),
     ("prefix_cache_queries", "prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_matched_tokens", "prefix_matched_tokens", "Prompt tokens found in the prefix cache."),
-    ("prefix_cache_resumed_tokens", "prefix_resumed_tokens", "Prompt tokens not run again, since their state was found."),
+    (
+        "prefix_cache_resumed_tokens",
+        "prefix_resumed_tokens",
+        "Prompt tokens not run again, since their state was found.",
+    ),
     ("preemptions", "preemptions", "Sequences that gave up their memory and started again."),
     ("engine_steps", "steps", "Steps of the engine."),
     ("engine_step_seconds", "step_seconds", "Seconds spent in steps of the engine."),
@@ -48,11 +52,19 @@ class Metrics:
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(client))
-        self.first_token = self._histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        )
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", _FAST)
-        self.request = self._histogram("e2e_request_latency_seconds", "From submission to the end of a choice.", _SECONDS)
-        self._finished = Counter("offroad_request_success", "Choices that have ended, by reason.", ["finished_reason"],
-                                 registry=self.registry)
+        self.request = self._histogram(
+            "e2e_request_latency_seconds", "From submission to the end of a choice.", _SECONDS
+        )
+        self._finished = Counter(
+            "offroad_request_success",
+            "Choices that have ended, by reason.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
 
     def finished(self, reason: str, seconds: float) -> None:
         """Counts a choice that ended: "stop", "length", "abort" or "error"."""

@@ -17,7 +17,17 @@ from offroad.serve.generation import Generation, Piece, fit
 from offroad.serve.protocol import ChatRequest, CompletionRequest, parse
 from offroad.serve.service import Service
 from offroad.serve.shapes import ChatShape, CompletionShape, Shape
-from offroad.serve.stream import DONE, PING, PING_SECONDS, Ahead, Disconnected, EventStream, event, read_body, while_connected
+from offroad.serve.stream import (
+    DONE,
+    PING,
+    PING_SECONDS,
+    Ahead,
+    Disconnected,
+    EventStream,
+    event,
+    read_body,
+    while_connected,
+)
 from offroad.serve.text import Prompt, template_options
 
 log = logging.getLogger("offroad.serve")
@@ -52,8 +62,9 @@ def routes(service: Service) -> APIRouter:
 
 def _check_model(service: Service, model: str | None) -> None:
     if model is not None and model != service.name:
-        raise ModelUnknown("the model is not served here", param="model", code="model_not_found", found=model,
-                           accepted=service.name)
+        raise ModelUnknown(
+            "the model is not served here", param="model", code="model_not_found", found=model, accepted=service.name
+        )
 
 
 async def _answer(service: Service, request: Request, body: ChatRequest | CompletionRequest, begin) -> Response:
@@ -83,8 +94,14 @@ async def _chat(service: Service, body: ChatRequest) -> tuple[Generation, Shape]
     prompt = await asyncio.to_thread(text.chat, [message.plain() for message in body.messages], **options)
     params = fit(prompt, params, info.max_model_len, text.generation.get("max_new_tokens"), "messages")
     name = f"chatcmpl-{secrets.token_hex(12)}"
-    shape = ChatShape(text, id=name, model=service.name, fingerprint=info.plan_fingerprint, top=params.logprobs,
-                      ids=bool(body.return_token_ids))
+    shape = ChatShape(
+        text,
+        id=name,
+        model=service.name,
+        fingerprint=info.plan_fingerprint,
+        top=params.logprobs,
+        ids=bool(body.return_token_ids),
+    )
     return service.generation([prompt], [params], name=name, salt=body.cache_salt or "", continues=False), shape
 
 
@@ -101,8 +118,15 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
     prompts = await asyncio.to_thread(encode)
     params = [fit(prompt, sampling, info.max_model_len, None, "prompt") for prompt in prompts]
     name = f"cmpl-{secrets.token_hex(12)}"
-    shape = CompletionShape(text, echo=bool(body.echo), id=name, model=service.name, fingerprint=info.plan_fingerprint,
-                            top=sampling.logprobs, ids=bool(body.return_token_ids))
+    shape = CompletionShape(
+        text,
+        echo=bool(body.echo),
+        id=name,
+        model=service.name,
+        fingerprint=info.plan_fingerprint,
+        top=sampling.logprobs,
+        ids=bool(body.return_token_ids),
+    )
     return service.generation(prompts, params, name=name, salt=body.cache_salt or "", continues=True), shape
 
 

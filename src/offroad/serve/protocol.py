@@ -17,19 +17,59 @@ from offroad.sample.params import SamplingParams
 HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"})
 # Accepted with these values only (and null), since with others they would have to change the answer.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,), "service_tier": ("auto", "default"), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
-    "function_call": ("none",), "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],),
-    "prediction": (), "web_search_options": (), "reasoning_effort": (), "verbosity": (), "include_reasoning": (True,),
-    "suffix": (), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1, 1.0), "early_stopping": (False,),
-    "prompt_logprobs": (), "truncate_prompt_tokens": (), "spaces_between_special_tokens": (True,), "bad_words": ([],),
-    "allowed_token_ids": (), "logits_processors": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "guided_grammar": (), "structural_tag": (), "structured_outputs": (), "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (), "chat_template": (), "documents": (), "mm_processor_kwargs": (), "priority": (0,),
-    "request_id": (), "return_tokens_as_token_ids": (False,), "kv_transfer_params": (), "vllm_xargs": (),
-    "prompt_embeds": (), "prompt_cache_retention": (), "thinking_token_budget": (), "reasoning": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "include_reasoning": (True,),
+    "suffix": (),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "prompt_logprobs": (),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "chat_template": (),
+    "documents": (),
+    "mm_processor_kwargs": (),
+    "priority": (0,),
+    "request_id": (),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "prompt_embeds": (),
+    "prompt_cache_retention": (),
+    "thinking_token_budget": (),
+    "reasoning": (),
 }
 _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "refusal": (), "audio": (), "function_call": (), "tool_calls": ([],), "annotations": ([],), "reasoning": (),
+    "refusal": (),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "reasoning": (),
     "reasoning_content": (),
 }
 
@@ -95,8 +135,12 @@ class _Generation(_Strict):
         `defaults` are the checkpoint's generation defaults, for what the request leaves open.
         """
         if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options", param="stream_options", found="stream is not true",
-                               accepted="stream_options only together with stream")
+            raise RequestError(
+                "stream_options",
+                param="stream_options",
+                found="stream is not true",
+                accepted="stream_options only together with stream",
+            )
         values: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
             if defaults.get(name) is not None:
@@ -140,14 +184,22 @@ class ChatRequest(_Generation):
         """As asked; None: the rest of the context. Raises RequestError if the two names disagree."""
         given = {v for v in (self.max_tokens, self.max_completion_tokens) if v is not None}
         if len(given) > 1:
-            raise RequestError("max_completion_tokens", param="max_completion_tokens", found=self.max_completion_tokens,
-                               accepted=f"the same as max_tokens ({self.max_tokens}), or one of the two alone")
+            raise RequestError(
+                "max_completion_tokens",
+                param="max_completion_tokens",
+                found=self.max_completion_tokens,
+                accepted=f"the same as max_tokens ({self.max_tokens}), or one of the two alone",
+            )
         return given.pop() if given else None
 
     def wanted_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs", param="top_logprobs", found=self.top_logprobs,
-                               accepted="top_logprobs only together with logprobs: true")
+            raise RequestError(
+                "top_logprobs",
+                param="top_logprobs",
+                found=self.top_logprobs,
+                accepted="top_logprobs only together with logprobs: true",
+            )
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= 20:
             raise RequestError("top_logprobs", param="top_logprobs", found=self.top_logprobs, accepted="0 to 20")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -166,8 +218,12 @@ class CompletionRequest(_Generation):
 
     def wanted_logprobs(self) -> int | None:
         if self.echo and self.logprobs is not None:
-            raise RequestError("logprobs", param="logprobs", found="echo with logprobs",
-                               accepted="one of the two: log-probabilities of the prompt are not supported yet")
+            raise RequestError(
+                "logprobs",
+                param="logprobs",
+                found="echo with logprobs",
+                accepted="one of the two: log-probabilities of the prompt are not supported yet",
+            )
         return self.logprobs
 
     def prompts(self, vocab: int) -> list[str | list[int]]:
@@ -190,7 +246,9 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError("the body is not valid JSON", code="invalid_json", found=str(error), accepted="a JSON object") from error
+        raise RequestError(
+            "the body is not valid JSON", code="invalid_json", found=str(error), accepted="a JSON object"
+        ) from error
     if not isinstance(data, dict):
         raise RequestError("the body", code="invalid_json", found=type(data).__name__, accepted="a JSON object")
     own = kind.model_fields.keys()
@@ -213,8 +271,14 @@ def _neutral(name: str, value: Any, table: dict[str, tuple[Any, ...]], param: st
     if value is None or any(type(value) is type(ok) and value == ok for ok in table[name]):
         return True
     accepted = ", ".join(msgspec.json.encode(ok).decode() for ok in table[name]) or "null"
-    raise RequestError(f"{param} is not supported yet", param=param, code="unsupported_field", found=_short(value),
-                       accepted=accepted, next="leave the field out")
+    raise RequestError(
+        f"{param} is not supported yet",
+        param=param,
+        code="unsupported_field",
+        found=_short(value),
+        accepted=accepted,
+        next="leave the field out",
+    )
 
 
 def _checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
@@ -222,33 +286,57 @@ def _checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
     yet are named here, since a list of what a union did not match would not be read."""
     kept = {k: v for k, v in message.items() if not _neutral(k, v, _MESSAGE_NEUTRAL, f"{param}.{k}")}
     if kept.get("role") in ("tool", "function"):
-        raise RequestError(f"messages of role {kept['role']} are not supported yet", param=f"{param}.role",
-                           code="unsupported_field", found=kept["role"], accepted="system, developer, user, assistant")
+        raise RequestError(
+            f"messages of role {kept['role']} are not supported yet",
+            param=f"{param}.role",
+            code="unsupported_field",
+            found=kept["role"],
+            accepted="system, developer, user, assistant",
+        )
     content = kept.get("content")
     for i, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise RequestError(f"content of type {part['type']} is not supported yet", param=f"{param}.content.{i}.type",
-                               code="unsupported_content", found=part["type"], accepted="text")
+            raise RequestError(
+                f"content of type {part['type']} is not supported yet",
+                param=f"{param}.content.{i}.type",
+                code="unsupported_content",
+                found=part["type"],
+                accepted="text",
+            )
     return kept
 
 
 def _refusal(error: ValidationError) -> RequestError:
-    """The first error, in our own shape. Union members in a location are pydantic's names, not the user's: left out."""
-    found = error.errors(include_url=False)
-    first = max(found, key=lambda e: e["type"] == "extra_forbidden")
-    path = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
-    if "prompt" in path[:1]:
-        path = path[:1]
-    if path[-1:] in (["str"], ["int"]):
-        path.pop()
+    """One error in our own shape: an unknown field before others (a typo explains them), else the first and deepest."""
+    found = [(_path(e["loc"]), e) for e in error.errors(include_url=False)]
+    unknown = [(path, e) for path, e in found if e["type"] == "extra_forbidden"]
+    field = [(path, e) for path, e in found if path[:2] == found[0][0][:2] or path[:1] == found[0][0]]
+    path, first = unknown[0] if unknown else max(field, key=lambda entry: len(entry[0]))
     param = ".".join(path)
     if first["type"] == "extra_forbidden":
-        return RequestError(f"{param} is not a field of this request", param=param, code="unknown_field",
-                            next="check the spelling, or leave it out")
+        return RequestError(
+            f"{param} is not a field of this request",
+            param=param,
+            code="unknown_field",
+            next="check the spelling, or leave it out",
+        )
     if first["type"] == "missing":
         return RequestError(f"{param} is missing", param=param, code="missing_field")
-    same = {e["msg"].removeprefix("Input should be ") for e in found if e["loc"][: len(path)] == first["loc"][: len(path)]}
-    return RequestError(param, param=param, code="invalid_value", found=_short(first["input"]), accepted=" or ".join(sorted(same)))
+    accepted = sorted({e["msg"].removeprefix("Input should be ") for other, e in found if other == path})
+    return RequestError(
+        param, param=param, code="invalid_value", found=_short(first["input"]), accepted=" or ".join(accepted)
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The user's names and indices; names that pydantic gives to members of a union are left out."""
+    if location[0] == "prompt":
+        return ("prompt",)
+    head, *rest = location
+    return (
+        str(head),
+        *(str(part) for part in rest if isinstance(part, int) or (part.isidentifier() and part != "str")),
+    )
 
 
 def _short(value: Any) -> str:
@@ -265,5 +353,3 @@ def _token(param: str, id: int | str, vocab: int) -> int:
     if not 0 <= number < vocab:
         raise RequestError(param, param=param, found=id, accepted=f"token ids 0 to {vocab - 1}")
     return number
-
-

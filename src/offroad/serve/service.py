@@ -53,5 +53,11 @@ class Service:
     def card(self) -> dict[str, Any]:
         """The model as /v1/models lists it; `max_model_len` is null until the engine is loaded."""
         info = self.client.info
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "offroad", "root": self.settings.model,
-                "max_model_len": info.max_model_len if info else None}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "offroad",
+            "root": self.settings.model,
+            "max_model_len": info.max_model_len if info else None,
+        }

@@ -87,7 +87,8 @@ class ChatShape(Shape):
         if self.top is None:
             return None
         content = [
-            self._token(id, max(entry.logprob, _LEAST)) | {"top_logprobs": [self._token(i, v) for i, v in self._best(entry)]}
+            self._token(id, max(entry.logprob, _LEAST))
+            | {"top_logprobs": [self._token(i, v) for i, v in self._best(entry)]}
             for id, entry in zip(ids, entries, strict=True)
         ]
         return {"content": content, "refusal": None}
@@ -112,7 +113,16 @@ class CompletionShape(Shape):
             return []
         blank = {"logprobs": None, "finish_reason": None, "stop_reason": None}
         return [
-            self._chunk([{"index": i, "text": self._prefix(choice, generation), **blank, **self._prompt_ids(choice, generation)}])
+            self._chunk(
+                [
+                    {
+                        "index": i,
+                        "text": self._prefix(choice, generation),
+                        **blank,
+                        **self._prompt_ids(choice, generation),
+                    }
+                ]
+            )
             for i, choice in enumerate(generation.choices)
         ]
 

@@ -39,7 +39,9 @@ async def read_body(request: Request) -> bytes:
 
 
 def _too_large(size: int) -> BodyTooLarge:
-    return BodyTooLarge("the body is too large", code="body_too_large", found=f"{size} bytes or more", accepted=f"{MAX_BODY} bytes")
+    return BodyTooLarge(
+        "the body is too large", code="body_too_large", found=f"{size} bytes or more", accepted=f"{MAX_BODY} bytes"
+    )
 
 
 def event(body: Any) -> bytes:

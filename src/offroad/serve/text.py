@@ -76,6 +76,10 @@ def template_options(kwargs: dict[str, Any] | None, **named: bool | None) -> dic
     options = {name: value for name, value in named.items() if value is not None}
     twice = sorted(options.keys() & (kwargs or {}).keys() | {"tools", "messages"} & (kwargs or {}).keys())
     if twice:
-        raise RequestError("chat_template_kwargs", param="chat_template_kwargs", found=twice[0],
-                           accepted="variables that are not fields of the request")
+        raise RequestError(
+            "chat_template_kwargs",
+            param="chat_template_kwargs",
+            found=twice[0],
+            accepted="variables that are not fields of the request",
+        )
     return (kwargs or {}) | options
