@@ -12,7 +12,7 @@ from offroad.cli.table import size, table
 def list_models(json_output: Json = False) -> None:
     """List models on disk.
 
-    Demo models that can be pulled by a short name are listed too.
+    Demo models that can be pulled by a short name are listed too; --json has only what is on disk.
     """
     from offroad.weights import store
 
@@ -21,4 +21,11 @@ def list_models(json_output: Json = False) -> None:
         json.dump([entry.to_json() for entry in entries], sys.stdout, indent=2)
         print()
         return
-    print(table(("NAME", "FORMAT", "SIZE", "PATH"), [(e.name, e.format, size(e.nbytes), e.path) for e in entries]))
+    rows = [(e.name, e.format, size(e.nbytes), "ready" if e.complete else "incomplete", e.path) for e in entries]
+    present = {entry.name for entry in entries}
+    rows += [
+        (name, "gguf", size(model.nbytes), "not pulled", "-")
+        for name, model in store.DEMO_MODELS.items()
+        if name not in present
+    ]
+    print(table(("NAME", "FORMAT", "SIZE", "STATE", "PATH"), rows))

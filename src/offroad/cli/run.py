@@ -66,7 +66,8 @@ def run(
     try:
         chat = Chat(backend, options, system, sys.stdout, sys.stderr)
         if interactive:
-            print(f"{model}{f' at {url}' if url else ' is ready'}. /help lists commands, Ctrl-D leaves.", file=sys.stderr)
+            where = f"at {url}" if url else "is ready"
+            print(f"{model} {where}. /help lists commands, Ctrl-D leaves.", file=sys.stderr)
             chat.loop(terminal_input())
         else:
             chat.ask(prompt)

@@ -14,7 +14,7 @@ from offroad.cli.environment import VARIABLES, in_force
 from offroad.cli.progress import LoadProgress
 from offroad.cli.table import size, table
 from offroad.device.profile import load_profile
-from offroad.errors import PlanError
+from offroad.errors import ModelNotFound, PlanError
 from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, ModelSpec, RopeSpec
 from offroad.native.compile import CompileError
 from offroad.ops.spec import Registry, Verdict
@@ -137,6 +137,55 @@ def test_wrong_settings_end_with_2_and_name_the_flag(offroad):
     assert code == 2
     assert "--max-num-seqs" in err
     assert "1 to 4096" in err
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """A store with one whole and one damaged model, and a demo model that is not there."""
+
+    def entry(name, nbytes, complete):
+        facts = {"name": name, "path": f"/m/{name}", "nbytes": nbytes, "format": "gguf", "complete": complete}
+        return SimpleNamespace(**facts, to_json=lambda: facts)
+
+    def pull(name, progress):
+        progress(0.5, f"{name}: 1 of 2 MB")
+        return Path("/m") / name
+
+    def remove(name):
+        raise ModelNotFound(f"model {name}", found="not there", next="see `offroad list`")
+
+    put(
+        monkeypatch, "offroad.weights.store", pull=pull, remove=remove,
+        list_models=lambda: [entry("one", 3 * 1024**2, True), entry("two", 10, False)],
+        DEMO_MODELS={"one": SimpleNamespace(nbytes=1), "demo": SimpleNamespace(nbytes=2048)},
+    )  # fmt: skip
+    return sys.modules["offroad.weights.store"]
+
+
+def test_list(offroad, store):
+    code, out, _ = offroad("list")
+    assert code == 0
+    assert [line.split()[:5] for line in out.splitlines()[1:]] == [
+        ["one", "gguf", "3.0", "MiB", "ready"],
+        ["two", "gguf", "10", "B", "incomplete"],
+        ["demo", "gguf", "2.0", "KiB", "not"],
+    ]
+    _, out, _ = offroad("list", "--json")
+    assert [(entry["name"], entry["complete"]) for entry in json.loads(out)] == [("one", True), ("two", False)]
+
+
+def test_pull_prints_the_path_alone_on_stdout(offroad, store):
+    code, out, err = offroad("pull", "one")
+    assert (code, out) == (0, "/m/one\n")
+    assert "1 of 2 MB" in err
+
+
+def test_rm(offroad, store, monkeypatch):
+    code, _, err = offroad("rm", "other")
+    assert code == 2
+    assert "offroad list" in err
+    monkeypatch.setattr(store, "remove", lambda name: 2048)
+    assert offroad("rm", "one")[:2] == (0, "removed one: 2.0 KiB\n")
 
 
 def test_the_screen_says_where_and_what():
