@@ -19,6 +19,7 @@
 #endif
 #define PW (PT * TILE)
 #define PV (PT * NV)
+#define SIDE (VL == 16 ? 4 : 2) /* tiles side by side for one row: enough chains to hide the latency of additions */
 #define MB 96     /* rows of x per task: a multiple of MR; its x stays in L2 */
 
 enum { F32, BF16, Q4, Q8 };
@@ -44,10 +45,10 @@ INLINE vf q4_weight(const uint32_t *word, const int j, vf s, vf m) {
 
 /* One row of x: acc[t] += sum over k in [k0, k1) of tile t. */
 INLINE void chain_q4(const weight_t *w, const int half, const int has_m, const int tiles, int64_t tile,
-                     int64_t k0, int64_t k1, const float *x, vf acc[2][NV]) {
+                     int64_t k0, int64_t k1, const float *x, vf acc[SIDE][NV]) {
     for (int64_t k = k0; k < k1; k += 32) {
-        const uint32_t *q[2];
-        vf s[2][NV], m[2][NV];
+        const uint32_t *q[SIDE];
+        vf s[SIDE][NV], m[SIDE][NV];
         UNROLL for (int t = 0; t < tiles; t++) {
             int64_t at = ((tile + t) * (w->k / w->group) + k / w->group) * TILE;
             q[t] = (const uint32_t *)w->q + ((tile + t) * (w->k / 32) + k / 32) * 64;
@@ -57,6 +58,8 @@ INLINE void chain_q4(const weight_t *w, const int half, const int has_m, const i
             }
         }
         UNROLL for (int j = 0; j < 8; j++) {
+            /* The words are read again for each j: the compiler would keep them all, on the stack. */
+            UNROLL for (int t = 0; t < tiles; t++) __asm__("" : "+r"(q[t]));
             UNROLL for (int b = 0; b < 4; b++)
                 UNROLL for (int t = 0; t < tiles; t++)
                     UNROLL for (int v = 0; v < NV; v++) {
@@ -70,10 +73,10 @@ INLINE void chain_q4(const weight_t *w, const int half, const int has_m, const i
 }
 
 INLINE void chain_q8(const weight_t *w, const int half, const int has_m, const int tiles, int64_t tile,
-                     int64_t k0, int64_t k1, const float *x, vf acc[2][NV]) {
+                     int64_t k0, int64_t k1, const float *x, vf acc[SIDE][NV]) {
     for (int64_t k = k0; k < k1;) {
-        const int8_t *q[2];
-        vf s[2][NV], m[2][NV];
+        const int8_t *q[SIDE];
+        vf s[SIDE][NV], m[SIDE][NV];
         int64_t end = (k / w->group + 1) * w->group;
         if (end > k1) end = k1;
         UNROLL for (int t = 0; t < tiles; t++) {
@@ -94,7 +97,7 @@ INLINE void chain_q8(const weight_t *w, const int half, const int has_m, const i
 }
 
 INLINE void chain_dense(const weight_t *w, const int kind, const int tiles, int64_t tile, int64_t k0,
-                        int64_t k1, const float *x, vf acc[2][NV]) {
+                        int64_t k1, const float *x, vf acc[SIDE][NV]) {
     for (int64_t k = k0; k < k1; k++)
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) {
             int64_t at = ((tile + t) * w->k + k) * TILE + v * VL;
@@ -104,7 +107,7 @@ INLINE void chain_dense(const weight_t *w, const int kind, const int tiles, int6
 }
 
 INLINE void chain(const weight_t *w, const int tiles, int64_t tile, int64_t k0, int64_t k1,
-                  const float *x, vf acc[2][NV]) {
+                  const float *x, vf acc[SIDE][NV]) {
 #define ARGS tiles, tile, k0, k1, x, acc
     if (w->kind == Q4) {
         if (w->has_m) w->half_scales ? chain_q4(w, 1, 1, ARGS) : chain_q4(w, 0, 1, ARGS);
@@ -143,10 +146,10 @@ INLINE void put(const weight_t *w, float *out, int64_t row, int64_t tile, const 
 
 /* One row of x times `tiles` tiles, from packed weights straight into the product. */
 INLINE void direct(const weight_t *w, const int tiles, int64_t tile, const float *x, float *out) {
-    vf total[2][NV];
+    vf total[SIDE][NV];
     UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) total[t][v] = splat(0);
     for (int64_t k = 0; k < w->k; k += KB) {
-        vf acc[2][NV];
+        vf acc[SIDE][NV];
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) acc[t][v] = splat(0);
         chain(w, tiles, tile, k, least(k + KB, w->k), x, acc);
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) total[t][v] += acc[t][v];
@@ -158,16 +161,16 @@ static __attribute__((noinline)) void direct_1(const weight_t *w, int64_t tile, 
     direct(w, 1, tile, x, out);
 }
 
-static __attribute__((noinline)) void direct_2(const weight_t *w, int64_t tile, const float *x, float *out) {
-    direct(w, 2, tile, x, out);
+static __attribute__((noinline)) void direct_side(const weight_t *w, int64_t tile, const float *x, float *out) {
+    direct(w, SIDE, tile, x, out);
 }
 
 static void direct_task(void *argument, int64_t index) {
     const job_t *job = argument;
     const weight_t *w = job->w;
     int64_t tile = index * job->per_task, end = least(tile + job->per_task, (w->n + TILE - 1) / TILE);
-    for (; tile + 2 <= end; tile += 2) direct_2(w, tile, job->x, job->out);
-    if (tile < end) direct_1(w, tile, job->x, job->out);
+    for (; tile + SIDE <= end; tile += SIDE) direct_side(w, tile, job->x, job->out);
+    for (; tile < end; tile++) direct_1(w, tile, job->x, job->out);
 }
 
 /* Weights of tile and k in [k0, k1) as fp32, [k1 - k0][stride]: bit for bit what the chains multiply with. */
@@ -275,7 +278,7 @@ void offroad_linear(const job_t *given) {
     } else if (job.rows) {
         int64_t pieces = (int64_t)pool_threads() * 4;
         job.per_task = (tiles + pieces - 1) / pieces;
-        job.per_task += job.per_task & 1;
+        job.per_task = (job.per_task + SIDE - 1) / SIDE * SIDE;
         pool_run(direct_task, &job, (tiles + job.per_task - 1) / job.per_task);
     }
 }
