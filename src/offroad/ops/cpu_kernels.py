@@ -24,7 +24,7 @@ from offroad.run.rows import PagedView, Rows
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 # The argument structs of the C functions, in their order.
-_LINEAR = struct.Struct("@3Q3q")
+_LINEAR = struct.Struct("@3Q4q")
 _NORM = struct.Struct("@6Q2qdq")
 _GATED = struct.Struct("@2Q4q")
 _QKV_ROPE = struct.Struct("@8Q5qdq")
@@ -77,7 +77,8 @@ def _bind_linear() -> Bound:
             x = x.contiguous()
         rows = x.size(0)
         out = empty(rows, weight.n)
-        call(pack(weight.address, x.data_ptr(), out.data_ptr(), rows, 0, 0))
+        if call(pack(weight.address, x.data_ptr(), out.data_ptr(), rows, 0, 0, 0)):
+            raise OffroadError("linear: no memory for sums of the input", found=f"{rows} tokens", next="lower --max-num-batched-tokens")
         return out
 
     return linear
