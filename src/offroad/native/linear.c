@@ -19,7 +19,7 @@
 #define SIDE 4 /* tiles side by side for one row: enough chains to hide the latency of additions */
 #elif VL == 8
 #define MR 6
-#define SIDE 4
+#define SIDE 2
 #else
 #define MR 6
 #define SIDE 2
@@ -72,13 +72,18 @@ INLINE void chain(const weight_t *w, const int kind, const int tiles, int64_t ti
     if (kind == Q4) {
         int64_t stride = w->k / 32 * 64;
         const uint32_t *q = (const uint32_t *)w->q + tile * stride + k0 / 32 * 64;
-        for (int64_t k = k0; k < k1; k += 32, q += 64)
+        for (int64_t k = k0; k < k1; k += 32, q += 64) {
+            /* Nibble j of word b is k = 4 j + b. It is converted where it stands, as q * 16^j: exact, and no shift (but
+               for j = 7, whose place is the sign bit's). The compiler must not know that `q` and the mask stay the same:
+               it would keep words and masks and put the sums on the stack. */
+            uint32_t low = 15;
+            __asm__ volatile("" : "+r"(low));
+            /* The tiles to come: they lie beyond a page, where the hardware does not look ahead. */
+            UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int line = 0; line < 4; line++)
+                __builtin_prefetch(q + (t + tiles) * stride + line * 16);
+            vu mask = splat_u32(low);
             UNROLL for (int j = 0; j < 8; j++) {
-                /* Nibble j of word b is k = 4 j + b. It is converted where it stands, as q * 16^j: exact, and no shift
-                   (but for j = 7, whose place is the sign bit's). The words are read again for each j: the compiler
-                   would keep them all, on the stack. */
-                vu mask = splat_u32(15u << 4 * (j < 7 ? j : 6));
-                __asm__("" : "+r"(q));
+                __asm__ volatile("" : "+r"(q));
                 UNROLL for (int b = 0; b < 4; b++) {
                     vf xb = splat(x[k + 4 * j + b]);
                     UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) {
@@ -87,7 +92,9 @@ INLINE void chain(const weight_t *w, const int kind, const int tiles, int64_t ti
                         acc[t][v] = fma_(__builtin_convertvector(nibble, vf), xb, acc[t][v]);
                     }
                 }
+                if (j < 6) mask <<= 4;
             }
+        }
         return;
     }
     for (int64_t k = k0; k < k1; k++) {
