@@ -83,20 +83,62 @@ class LlamaCpp:
         began = time.perf_counter()
         run([str(self.programs / "llama-bench"), *common, "-p", "1", "-n", "0", "-r", "1"], 300, env=variables)
         ready = time.perf_counter() - began
-        text = run([str(self.programs / "llama-bench"), *common, "-p", str(PREFILL), "-n", str(DECODE), "-r", "3", "-o", "json"],
-                   900, env=variables)
+        text = run(
+            [
+                str(self.programs / "llama-bench"),
+                *common,
+                "-p",
+                str(PREFILL),
+                "-n",
+                str(DECODE),
+                "-r",
+                "3",
+                "-o",
+                "json",
+            ],
+            900,
+            env=variables,
+        )
         speeds = {(entry["n_prompt"], entry["n_gen"]): max(entry["samples_ts"]) for entry in json.loads(text)}
-        batched = run([str(self.programs / "llama-batched-bench"), *common, "-tb", str(options.threads), "-c", "4096",
-                       "-npp", str(PROMPT), "-ntg", str(DECODE), "-npl", "1,8", "--output-format", "jsonl"], 900, env=variables)
+        batched = run(
+            [
+                str(self.programs / "llama-batched-bench"),
+                *common,
+                "-tb",
+                str(options.threads),
+                "-c",
+                "4096",
+                "-npp",
+                str(PROMPT),
+                "-ntg",
+                str(DECODE),
+                "-npl",
+                "1,8",
+                "--output-format",
+                "jsonl",
+            ],
+            900,
+            env=variables,
+        )
         rows = [json.loads(line) for line in batched.splitlines() if line.startswith("{")]
         decode = {row["pl"]: row["speed_tg"] for row in rows}
-        return dict(zip(FIGURES, (max(decode[1], speeds[0, DECODE]), decode[8], speeds[PREFILL, 0], ready), strict=True))
+        return dict(
+            zip(FIGURES, (max(decode[1], speeds[0, DECODE]), decode[8], speeds[PREFILL, 0], ready), strict=True)
+        )
 
 
 class InProcess:
     """An engine with vLLM's Python API, run by this script in a process of its own."""
 
-    def __init__(self, name: str, python: Path, model: str, settings: dict, options: argparse.Namespace, variables: dict[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        model: str,
+        settings: dict,
+        options: argparse.Namespace,
+        variables: dict[str, str],
+    ) -> None:
         self.name, self.python, self.model, self.settings = name, python, model, settings
         self.threads, self.variables = options.threads, variables
 
@@ -115,7 +157,9 @@ def vllm(options: argparse.Namespace) -> InProcess:
         settings |= {"load_format": "dummy", "skip_tokenizer_init": True}
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
     cores = cores if "," in cores else f"{cores}-{cores}"
-    return InProcess("vllm", python, str(hf), settings, options, {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores})
+    return InProcess(
+        "vllm", python, str(hf), settings, options, {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    )
 
 
 def requirements(folder: Path) -> Path:
@@ -147,12 +191,23 @@ def shape_folder(gguf_file: Path, folder: Path) -> Path:
         raise PeerFailed(f"no config of a {value('')} from a GGUF header; name a folder with --hf")
     heads, hidden = value("attention.head_count"), value("embedding_length")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv"), "head_dim": hidden // heads,
-        "num_hidden_layers": value("block_count"), "intermediate_size": value("feed_forward_length"),
-        "vocab_size": len(fields["tokenizer.ggml.tokens"].data), "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"), "rope_theta": value("rope.freq_base"), "hidden_act": "silu",
-        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv"),
+        "head_dim": hidden // heads,
+        "num_hidden_layers": value("block_count"),
+        "intermediate_size": value("feed_forward_length"),
+        "vocab_size": len(fields["tokenizer.ggml.tokens"].data),
+        "max_position_embeddings": value("context_length"),
+        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
+        "rope_theta": value("rope.freq_base"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
@@ -202,9 +257,15 @@ def best(figure: str, values: list[float]) -> float:
 
 def report(results: dict[str, list[dict[str, float]]], failures: dict[str, str]) -> str:
     """The table, each figure the best of the rounds, and offroad's ratio to the best peer (above 1: offroad is ahead)."""
-    top = {name: {figure: best(figure, [r[figure] for r in rounds]) for figure in FIGURES} for name, rounds in results.items() if rounds}
+    top = {
+        name: {figure: best(figure, [r[figure] for r in rounds]) for figure in FIGURES}
+        for name, rounds in results.items()
+        if rounds
+    }
     lines = [f"| engine | {' | '.join(FIGURES)} |", "|---" * (len(FIGURES) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(f"{row[figure]:.1f}" for figure in FIGURES) + " |" for name, row in top.items()]
+    lines += [
+        f"| {name} | " + " | ".join(f"{row[figure]:.1f}" for figure in FIGURES) + " |" for name, row in top.items()
+    ]
     peers = [row for name, row in top.items() if name != "offroad"]
     if "offroad" in top and peers:
         ratios = []
@@ -258,7 +319,9 @@ def main() -> int:
                 del engines[name]
     print(report(results, failures))
     if options.json:
-        options.json.write_text(json.dumps({"threads": options.threads, "rounds": results, "failures": failures}, indent=1))
+        options.json.write_text(
+            json.dumps({"threads": options.threads, "rounds": results, "failures": failures}, indent=1)
+        )
     return 1 if failures else 0
 
 

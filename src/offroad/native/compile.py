@@ -29,7 +29,7 @@ class CompileError(PlanError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C compiler that runs here: `command` to call it, the option that selects this machine, its first version line."""
+    """A C compiler that runs here: how it is called, the option that selects this machine, its first version line."""
 
     command: tuple[str, ...]
     target: str
@@ -44,7 +44,9 @@ def find_compiler() -> Compiler | None:
     named = os.environ.get("CC")
     if named:
         if (compiler := _probe(tuple(shlex.split(named)))) is None:
-            raise CompileError("C compiler in $CC does not run", found=named, accepted="a C compiler", next="unset CC, or correct it")
+            raise CompileError(
+                "C compiler in $CC does not run", found=named, accepted="a C compiler", next="unset CC, or correct it"
+            )
         return compiler
     for name in ("cc", "gcc", "clang"):
         if (path := shutil.which(name)) and (compiler := _probe((path,))):
@@ -90,7 +92,12 @@ def build(compiler: Compiler | None = None) -> Path:
     """The path of the compiled library; compiles it (a few seconds) if the cache has none. Raises CompileError."""
     compiler = compiler or find_compiler()
     if compiler is None:
-        raise CompileError("no C compiler for the CPU kernels", found="none of $CC, cc, gcc, clang, ziglang", accepted="any", next=INSTALL)
+        raise CompileError(
+            "no C compiler for the CPU kernels",
+            found="none of $CC, cc, gcc, clang, ziglang",
+            accepted="any",
+            next=INSTALL,
+        )
     sources = sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")])
     digest = hashlib.blake2b(digest_size=16)
     for part in (*OPTIONS, *compiler.command, compiler.target, compiler.version, cpu_flags()):
@@ -126,9 +133,13 @@ def _run(command: list[str]) -> None:
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompileError("the C compiler did not finish", found=str(error), next=f"try another compiler with $CC, or {INSTALL}") from error
+        raise CompileError(
+            "the C compiler did not finish", found=str(error), next=f"try another compiler with $CC, or {INSTALL}"
+        ) from error
     if run.returncode:
         raise CompileError(
-            "the C compiler refused the CPU kernels", found=f"exit {run.returncode} of {shlex.join(command)}:\n{run.stderr.strip()[-4000:]}",
-            accepted="gcc 9, clang 9, zig 0.13 or newer", next="try another compiler with $CC",
+            "the C compiler refused the CPU kernels",
+            found=f"exit {run.returncode} of {shlex.join(command)}:\n{run.stderr.strip()[-4000:]}",
+            accepted="gcc 9, clang 9, zig 0.13 or newer",
+            next="try another compiler with $CC",
         )

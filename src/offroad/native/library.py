@@ -12,7 +12,7 @@ _SIGNATURES = {
     "offroad_norm": ([c_char_p], None),
     "offroad_gated": ([c_char_p], None),
     "offroad_qkv_rope": ([c_char_p], None),
-    "offroad_linear": ([c_char_p], None),
+    "offroad_linear": ([c_char_p], c_int),
     "offroad_embed": ([c_void_p, c_void_p, c_void_p, c_int64, c_float], None),
     "offroad_attention": ([c_char_p], c_int),
     "offroad_set_threads": ([c_int], c_int),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -13,6 +14,7 @@ from offroad.quant.packed import Packed
 
 LAYOUT = "cpu.tile16"
 TILE = 16
+UNIT = 128  # k whose products are summed in one chain, at most (KB of linear.c)
 _CHUNK = 1 << 24  # weights packed at a time, so that packing needs little memory beside the result
 _KINDS = {"f32": 0, "bf16": 1, "q4": 2, "q8": 3}
 
@@ -21,9 +23,17 @@ class _Handle(ctypes.Structure):
     """`weight_t` of linear.c."""
 
     _fields_ = [
-        ("n", ctypes.c_int64), ("k", ctypes.c_int64), ("group", ctypes.c_int64),
-        ("kind", ctypes.c_int32), ("half_scales", ctypes.c_int32), ("has_m", ctypes.c_int32), ("reserved", ctypes.c_int32),
-        ("q", ctypes.c_void_p), ("s", ctypes.c_void_p), ("m", ctypes.c_void_p), ("bias", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+        ("half_scales", ctypes.c_int32),
+        ("has_m", ctypes.c_int32),
+        ("unit", ctypes.c_int32),
+        ("q", ctypes.c_void_p),
+        ("s", ctypes.c_void_p),
+        ("m", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
     ]
 
 
@@ -44,9 +54,17 @@ class Tiled(Packed):
         scale = self.tensors.get("s")
         assert self.bias is None or (self.bias.dtype == torch.float32 and self.bias.is_contiguous())
         handle = _Handle(
-            n=self.n, k=self.k, group=self.group, kind=_KINDS[kind], has_m="m" in self.tensors,
-            half_scales=scale is not None and scale.dtype == torch.float16, q=self.tensors[kind].data_ptr(),
-            s=_address(scale), m=_address(self.tensors.get("m")), bias=_address(self.bias),
+            n=self.n,
+            k=self.k,
+            group=self.group,
+            kind=_KINDS[kind],
+            unit=gcd(self.group, UNIT) or UNIT,
+            has_m="m" in self.tensors,
+            half_scales=scale is not None and scale.dtype == torch.float16,
+            q=self.tensors[kind].data_ptr(),
+            s=_address(scale),
+            m=_address(self.tensors.get("m")),
+            bias=_address(self.bias),
         )
         object.__setattr__(self, "handle", handle)
         object.__setattr__(self, "address", ctypes.addressof(handle))
@@ -85,7 +103,11 @@ def unfit(layout: str, k: int, group: int) -> str | None:
     if layout == "dense":
         return None
     if layout == "affine4":
-        return None if group and group % 32 == 0 and k % group == 0 else f"affine4 needs groups of a multiple of 32, not {group} of {k}"
+        return (
+            None
+            if group and group % 32 == 0 and k % group == 0
+            else f"affine4 needs groups of a multiple of 32, not {group} of {k}"
+        )
     if layout == "affine8":
         return None if group and k % group == 0 else f"affine8 needs whole groups, not {group} of {k}"
     return f"no packer from layout {layout}"

@@ -24,7 +24,7 @@ from offroad.run.rows import PagedView, Rows
 MAX_HEAD_DIM = 256
 MAX_GROUP = 48
 # The argument structs of the C functions, in their order.
-_LINEAR = struct.Struct("@3Q3q")
+_LINEAR = struct.Struct("@3Q4q")
 _NORM = struct.Struct("@6Q2qdq")
 _GATED = struct.Struct("@2Q4q")
 _QKV_ROPE = struct.Struct("@8Q5qdq")
@@ -77,7 +77,10 @@ def _bind_linear() -> Bound:
             x = x.contiguous()
         rows = x.size(0)
         out = empty(rows, weight.n)
-        call(pack(weight.address, x.data_ptr(), out.data_ptr(), rows, 0, 0))
+        if call(pack(weight.address, x.data_ptr(), out.data_ptr(), rows, 0, 0, 0)):
+            raise OffroadError(
+                "linear: no memory for sums of the input", found=f"{rows} tokens", next="lower --max-num-batched-tokens"
+            )
         return out
 
     return linear
@@ -112,11 +115,26 @@ def _bind_norm() -> Bound:
 def _bind_add_norm() -> Bound:
     call, pack, empty = library().offroad_norm, _NORM.pack, torch.empty
 
-    def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = _flat(x), _flat(residual)
         rows, n = x.shape
         out, total = empty(rows, n), empty(rows, n)
-        call(pack(x.data_ptr(), residual.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), total.data_ptr(), rows, n, eps, 0))
+        call(
+            pack(
+                x.data_ptr(),
+                residual.data_ptr(),
+                0,
+                weight.data_ptr(),
+                out.data_ptr(),
+                total.data_ptr(),
+                rows,
+                n,
+                eps,
+                0,
+            )
+        )
         return out, total
 
     return add_norm
@@ -131,8 +149,20 @@ def _bind_sandwich_norm() -> Bound:
         x, residual = _flat(x), _flat(residual)
         rows, n = x.shape
         out, total = empty(rows, n), empty(rows, n)
-        call(pack(x.data_ptr(), residual.data_ptr(), post.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-                  rows, n, eps, 0))
+        call(
+            pack(
+                x.data_ptr(),
+                residual.data_ptr(),
+                post.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                total.data_ptr(),
+                rows,
+                n,
+                eps,
+                0,
+            )
+        )
         return out, total
 
     return sandwich_norm
@@ -156,17 +186,36 @@ def _bind_qkv_rope() -> Bound:
     call, pack, empty = library().offroad_qkv_rope, _QKV_ROPE.pack, torch.empty
 
     def qkv_rope(
-        qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, spec: AttentionSpec,
-        q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        spec: AttentionSpec,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         qkv, positions = _flat(qkv), _flat(positions)
         tokens, heads, kv_heads, dim = qkv.size(0), spec.heads, spec.kv_heads, spec.head_dim
         q, k, v = empty(tokens, heads, dim), empty(tokens, kv_heads, dim), empty(tokens, kv_heads, dim)
-        call(pack(
-            qkv.data_ptr(), table.data_ptr(), 0 if q_norm is None else q_norm.data_ptr(),
-            0 if k_norm is None else k_norm.data_ptr(), positions.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(),
-            tokens, heads, kv_heads, dim, spec.rope.dim, eps, 0,
-        ))
+        call(
+            pack(
+                qkv.data_ptr(),
+                table.data_ptr(),
+                0 if q_norm is None else q_norm.data_ptr(),
+                0 if k_norm is None else k_norm.data_ptr(),
+                positions.data_ptr(),
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                tokens,
+                heads,
+                kv_heads,
+                dim,
+                spec.rope.dim,
+                eps,
+                0,
+            )
+        )
         return q, k, v
 
     return qkv_rope
@@ -180,15 +229,37 @@ def _bind_attention() -> Bound:
     ) -> torch.Tensor:
         q, k, v = _flat(q), _flat(k), _flat(v)
         out = empty(q.size(0), spec.heads * spec.head_dim)
-        failed = call(pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), view.k.data_ptr(), view.v.data_ptr(),
-            view.table.data_ptr(), rows.slot_t.data_ptr(), rows.start_t.data_ptr(), rows.width_t.data_ptr(),
-            rows.offset_t.data_ptr(), rows.slot_t.size(0), view.table.stride(0), view.block, view.window or 0, spec.heads,
-            spec.kv_heads, spec.head_dim, view.writable, spec.scale, spec.softcap or 0.0,
-        ))
+        failed = call(
+            pack(
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                out.data_ptr(),
+                view.k.data_ptr(),
+                view.v.data_ptr(),
+                view.table.data_ptr(),
+                rows.slot_t.data_ptr(),
+                rows.start_t.data_ptr(),
+                rows.width_t.data_ptr(),
+                rows.offset_t.data_ptr(),
+                rows.slot_t.size(0),
+                view.table.stride(0),
+                view.block,
+                view.window or 0,
+                spec.heads,
+                spec.kv_heads,
+                spec.head_dim,
+                view.writable,
+                spec.scale,
+                spec.softcap or 0.0,
+            )
+        )
         if failed:
-            raise OffroadError("attention: no memory for its work list", found=f"{rows.tokens} tokens",
-                               next="lower --max-num-batched-tokens or --max-num-seqs")
+            raise OffroadError(
+                "attention: no memory for its work list",
+                found=f"{rows.tokens} tokens",
+                next="lower --max-num-batched-tokens or --max-num-seqs",
+            )
         return out
 
     return attention

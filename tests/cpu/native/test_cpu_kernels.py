@@ -57,8 +57,15 @@ def weight(kind: str, n: int, k: int, group: int = 32, bias: bool = False, seed:
 
 
 WEIGHTS = [
-    ("float32", 1, 5, 0), ("float32", 50, 37, 0), ("bfloat16", 33, 130, 0), ("affine4", 203, 160, 32), ("affine4", 16, 32, 32),
-    ("affine4 exact", 40, 256, 32), ("affine4", 24, 512, 128), ("affine8", 31, 96, 32), ("affine8 m", 64, 272, 16),
+    ("float32", 1, 5, 0),
+    ("float32", 50, 37, 0),
+    ("bfloat16", 33, 130, 0),
+    ("affine4", 203, 160, 32),
+    ("affine4", 16, 32, 32),
+    ("affine4 exact", 40, 256, 32),
+    ("affine4", 24, 512, 128),
+    ("affine8", 31, 96, 32),
+    ("affine8 m", 64, 272, 16),
     ("affine8 exact m", 17, 64, 32),
 ]
 
@@ -118,7 +125,9 @@ def test_what_cannot_be_packed_is_said():
 def test_norms_are_the_references(rows, n):
     x, residual, w, post = torch.randn(rows, n) * 3, torch.randn(rows, n), torch.rand(n) + 0.5, torch.rand(n)
     close("norm", bound("norm")(x, w, 1e-5), norm.norm(x, w, 1e-5))
-    for found, expected in zip(bound("add_norm")(x, residual, w, 1e-6), norm.add_norm(x, residual, w, 1e-6), strict=True):
+    for found, expected in zip(
+        bound("add_norm")(x, residual, w, 1e-6), norm.add_norm(x, residual, w, 1e-6), strict=True
+    ):
         close("add_norm", found, expected)
     pair = bound("sandwich_norm")(x, residual, post, w, 1e-6), norm.sandwich_norm(x, residual, post, w, 1e-6)
     for found, expected in zip(*pair, strict=True):
@@ -170,7 +179,9 @@ def paged(spec: AttentionSpec, rows: Rows, block: int, seed: int = 0) -> PagedVi
         if spec.window and width > spec.window:
             table[r, int(start) // block + 1 : last] = 0
     shape = (table.numel() + 1, block, spec.kv_heads, spec.head_dim)
-    return PagedView(torch.randn(shape, generator=random), torch.randn(shape, generator=random), table, block, spec.window)
+    return PagedView(
+        torch.randn(shape, generator=random), torch.randn(shape, generator=random), table, block, spec.window
+    )
 
 
 ATTENTION = [
@@ -206,8 +217,13 @@ def test_attention_does_not_depend_on_chunks_or_threads(window, threads):
     q, k, v = (torch.randn(length, h, 64, generator=torch.Generator().manual_seed(h)) for h in (6, 2, 2))
 
     def run(cuts: list[int]) -> torch.Tensor:
-        view = PagedView(torch.zeros(length // 16 + 2, 16, 2, 64), torch.zeros(length // 16 + 2, 16, 2, 64),
-                         torch.arange(1, length // 16 + 2, dtype=torch.int32)[None], 16, window)
+        view = PagedView(
+            torch.zeros(length // 16 + 2, 16, 2, 64),
+            torch.zeros(length // 16 + 2, 16, 2, 64),
+            torch.arange(1, length // 16 + 2, dtype=torch.int32)[None],
+            16,
+            window,
+        )
         out = []
         for start, end in zip([0, *cuts], [*cuts, length], strict=True):
             out.append(call(q[start:end], k[start:end], v[start:end], view, rows_of([start], [end - start]), spec))
@@ -230,6 +246,12 @@ def test_refusals_say_why():
     assert "bfloat16" in by_op["norm"].check(DEVICE, Problem("norm", "decode", "bfloat16")).reason
     gpu = dataclasses.replace(DEVICE, kind="cuda")
     assert "cuda" in by_op["norm"].check(gpu, Problem("norm", "decode", "float32")).reason
-    for sizes, word in (((("head_dim", 80),), "80"), ((("head_dim", 512),), "512"), ((("heads", 64), ("kv_heads", 1)), "64")):
-        assert word in by_op["attention"].check(DEVICE, Problem("attention", "decode", "float32", "float32", sizes)).reason
+    for sizes, word in (
+        ((("head_dim", 80),), "80"),
+        ((("head_dim", 512),), "512"),
+        ((("heads", 64), ("kv_heads", 1)), "64"),
+    ):
+        assert (
+            word in by_op["attention"].check(DEVICE, Problem("attention", "decode", "float32", "float32", sizes)).reason
+        )
     assert "float16" in by_op["attention"].check(DEVICE, Problem("attention", "decode", "float32", "float16")).reason
