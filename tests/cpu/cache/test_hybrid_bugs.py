@@ -58,11 +58,6 @@ class NoBlocksForTheDrafter(HybridCache):
 class FreesUnderAStepInFlight(HybridCache):
     def release(self, seq, *, forget=False):
         seq.dead = True
-        if seq.flying:
-            for b in reversed(seq.history):
-                self.history.drop(b)
-            seq.history = []
-            return False
         self._free(seq)
         return True
 

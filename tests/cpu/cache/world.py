@@ -250,6 +250,9 @@ class World:
     # --- invariants ---------------------------------------------------------------------------------------------------
     def check(self) -> None:
         self.cache.check()  # I1, I2
+        for step, rows, _ in self.steps:
+            for slot, row in zip(step.slot.tolist(), rows, strict=True):
+                assert self.cache.live.get(slot) is row.seq, "I1: a step in flight names a slot that was given back"
         for seq in self.cache.live.values():
             if seq.begun and not seq.dead:
                 self.check_entries(seq)
