@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from operator import sub
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class Scheduler:
         self.requests: dict[str, list[Job]] = {}  # sequences that have not ended
         self.in_flight: deque[tuple[int, list[Row]]] = deque()
         self.events: list[TokenEvent] = []
+        self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
         self.seconds = 0.0
         self._counts = dict.fromkeys(
@@ -138,7 +140,12 @@ class Scheduler:
             job = next((job for job in self.waiting if job.leader is None or job.leader.shared), None)
             if job is None:
                 return
-            if not self.cache.admit(job, *self._promised()):
+            promised = self._promised()
+            room = (self.cache.history.free - promised[0], self.cache.window.free - promised[1])
+            if self.cache.live and job is self._refused[0] and max(map(sub, room, self._refused[1])) <= 0:
+                return  # no more room than when it was refused: a long prompt is not looked up again at each step
+            if not self.cache.admit(job, *promised):
+                self._refused = (job, room)
                 if self.cache.live:
                     return
                 self._end(job, self._out_of_memory(job))

@@ -23,6 +23,23 @@ def small(family=FULL, **sizes) -> CacheConfig:
     return config_of(family, **({"history": 40, "k": 0, "window": 16, "interval": 0} | sizes))
 
 
+def test_a_refused_prompt_is_looked_up_again_only_when_there_is_more_room():
+    sim = Sim(small(history=12), FULL)
+    sim.add([1] * 20, max_tokens=12)
+    sim.step()
+    sim.add([2] * 30, max_tokens=2)
+    cache, looked = sim.scheduler.cache, []
+    resume_point = cache.resume_point
+    cache.resume_point = lambda job: looked.append(job) or resume_point(job)
+    for _ in range(8):
+        sim.step()
+    assert len(looked) == 1
+    assert len(sim.scheduler.running) == 1
+    sim.run()
+    assert len(looked) == 2
+    sim.verify()
+
+
 def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers():
     sim = Sim(small(history=60), FULL)
     with pytest.raises(RequestError, match=r"200 \+ 1 tokens.*at most 200 tokens") as error:
