@@ -118,7 +118,7 @@ class World:
         for seq in list(self.running) if only is None else [only]:
             if only is None and not c.integer(0, 3):
                 continue
-            row = self.cache.reserve(seq, *self.plan(seq, c.integer(1, 9)))
+            row = self.cache.reserve(seq, *self.plan(seq, c.integer(1, 9) if only is None else 4))
             if row is not None:
                 rows.append(row)
             elif (self.steps or rows) and c.integer(0, 1):
