@@ -56,7 +56,7 @@ class Scheduler:
     # --- requests -----------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
         """Queues the sequences of a request. Raises RequestError if it can never run, QueueFull if too many wait."""
-        self._admissible(request)
+        self.validate(request)
         queued = sum(job.index == 0 for job in self.waiting)
         if queued >= self.max_waiting:
             accepted = f"fewer than {self.max_waiting}"
@@ -71,7 +71,7 @@ class Scheduler:
         self.requests[request.id] = jobs
         self.waiting.extend(jobs)
 
-    def _admissible(self, request: Request) -> None:
+    def validate(self, request: Request) -> None:
         prompt, config = len(request.prompt_ids), self.config
         if request.id in self.requests:
             raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
