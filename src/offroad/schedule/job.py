@@ -70,7 +70,10 @@ class Job(Sequence):
     def start(self) -> Start:
         """What the device is told when this sequence begins in its slot."""
         tokens = np.array(self.tokens, np.int64)
-        return Start(self.slot, tokens, self.committed, self.prompt_len, self.request.params, self.seed)
+        request = self.request
+        return Start(
+            self.slot, tokens, self.committed, self.prompt_len, request.params, self.seed, eos_ids=request.eos_ids
+        )
 
     def accept(self, known: int, sampled: list[int]) -> tuple[list[int], str | None, int | None]:
         """(tokens to tell, finish reason, stop token) for tokens sampled after `known` ones: stops at the first end."""

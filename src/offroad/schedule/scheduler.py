@@ -26,7 +26,8 @@ _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
 class Scheduler:
     """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
 
-    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. The engine counts `seconds`.
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `max_chunk` may be
+    lowered to bound each chunk. The engine counts `seconds`.
     """
 
     def __init__(self, config: CacheConfig, *, max_num_batched_tokens: int, max_waiting: int, depth: int = 1) -> None:
@@ -40,6 +41,7 @@ class Scheduler:
         self.events: list[TokenEvent] = []
         self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
+        self.max_chunk = max_num_batched_tokens
         self.seconds = 0.0
         self._counts = dict.fromkeys(
             (
@@ -72,6 +74,7 @@ class Scheduler:
         self.waiting.extend(jobs)
 
     def validate(self, request: Request) -> None:
+        """Raises RequestError, with both numbers, if the request can never run; queues nothing."""
         prompt, config = len(request.prompt_ids), self.config
         if request.id in self.requests:
             raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
@@ -203,7 +206,7 @@ class Scheduler:
         """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
         the prompt's last boundary can, since it is all but the window at the end."""
         high = job.high
-        end = min(job.goal, high + room)
+        end = min(job.goal, high + min(room, self.max_chunk))
         if not self.config.marked:
             return end - high
         mark = job.next_mark(high, self.config.interval)

@@ -87,6 +87,23 @@ def test_the_last_chunk_samples_and_each_verify_row_samples_one():
     sim.verify()
 
 
+def test_the_device_is_told_what_ends_a_sequence():
+    sim = Sim(small(), FULL)
+    sim.add([1, 2], eos=(3, 5), seed=9, max_tokens=1)
+    sim.run()
+    (start,) = sim.steps[0].starts
+    assert (start.eos_ids, start.seed, start.length, start.tokens.tolist()) == ((3, 5), 9, 0, [1, 2])
+
+
+def test_chunks_can_be_bounded_apart_from_the_budget():
+    sim = Sim(small(), FULL, budget=16)
+    sim.scheduler.max_chunk = 3
+    sim.add(range(8), max_tokens=1)
+    sim.run()
+    assert [s.width.tolist() for s in sim.steps] == [[3], [3], [2]]
+    sim.verify()
+
+
 def test_decode_goes_on_while_a_long_prompt_is_read():
     sim = Sim(small(history=80), FULL, budget=8)
     for _ in range(3):
