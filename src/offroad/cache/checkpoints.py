@@ -1,4 +1,4 @@
-"""Checkpoints: places on the device for the ring rows that a resume at a boundary needs, found by the boundary's key."""
+"""Checkpoints: places on the device for the ring rows that a resume needs, found by the key of their boundary."""
 
 from __future__ import annotations
 

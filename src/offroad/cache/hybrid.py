@@ -1,7 +1,7 @@
 """The hybrid cache: history pages, window pages and slots under one hash chain, moved by reserve -> launch -> commit.
 
-Host only: integers. Whatever the device stores at position p is a function of tokens[0..p] and the namespace, and all of
-it is addressed by position, so a step moves nothing but lengths. Blocks are reserved to the upper bound of what the
+Host only: integers. Whatever the device stores at position p is a function of tokens[0..p] and the namespace, and all
+of it is addressed by position, so a step moves nothing but lengths. Blocks are reserved to the upper bound of what the
 steps in flight may do; publishing, filing and retirement look at committed lengths only.
 """
 
@@ -77,7 +77,7 @@ class HybridCache:
         window blocks to those that run already.
         """
         config, block = self.config, self.block
-        assert not seq.slot and not seq.flying, "a sequence is admitted once"
+        assert not seq.slot, "a sequence is admitted once"
         if not self.slots.free:
             return False
         resume = self.resume_point(seq)
@@ -129,7 +129,7 @@ class HybridCache:
         block, low = self.block, seq.low
         end = seq.high + width
         final = kind == Kind.CHUNK and end >= seq.goal
-        assert seq.slot and not seq.dead and (final or kind == Kind.VERIFY or end < seq.goal)
+        assert (end > seq.goal) <= (kind == Kind.VERIFY), "a chunk ends with the known tokens"
         reach = self.config.k if final or kind == Kind.VERIFY else 0
         columns = -(-(end + reach) // block)
         had, shown = len(seq.history), len(seq.window)
@@ -226,7 +226,8 @@ class HybridCache:
         Publishes full blocks, files checkpoints, retires window blocks. A released sequence is freed with its last row.
         """
         seq = row.seq
-        assert seq.flying.popleft() is row and row.low <= accepted <= row.width, "rows are committed in order"
+        assert seq.flying.popleft() is row, "rows are committed in order"
+        assert row.low <= accepted <= row.width, "a length moves within its bounds"
         seq.fly_low -= row.low
         seq.fly_high -= row.width
         start = seq.committed
@@ -280,7 +281,7 @@ class HybridCache:
                     self.checkpoints.forget(old.key)
 
     def _retire(self, seq: Sequence) -> None:
-        """Drops window blocks that neither a query nor a resume at the last boundary sees. Those of a mark stay cached."""
+        """Drops window blocks that neither a query nor a resume at the last boundary sees; a mark's stay cached."""
         until = self._first_column(seq.committed)
         for column in range(seq.retired, until):
             b = seq.window[column]
@@ -298,7 +299,8 @@ class HybridCache:
 
         `forget`: what it computed or read is not to be trusted, so its keys are taken out of the index.
         """
-        assert seq.slot and not seq.dead, "a sequence is released once"
+        assert self.live.get(seq.slot) is seq, "only an admitted sequence is released"
+        assert not seq.dead, "a sequence is released once"
         seq.dead = True
         if forget:
             for key in reversed(seq.keys):

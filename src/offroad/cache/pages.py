@@ -106,7 +106,8 @@ class Pages:
         """Raises AssertionError unless each block is free or held exactly as often as `named` says, and keys agree."""
         for block in range(1, self.count):
             assert self.refs[block] == named.get(block, 0), f"I1: block {block} has {self.refs[block]} references"
-            assert (block in self.keyed) == (self.refs[block] == 0 and self.key_of[block] is not None), "I1: cached blocks"
+            cached = self.refs[block] == 0 and self.key_of[block] is not None
+            assert (block in self.keyed) == cached, "I1: cached blocks"
         plain = sorted(b for b in range(1, self.count) if self.refs[b] == 0 and self.key_of[b] is None)
         assert sorted(self.plain) == plain, "I1: free blocks"
         assert self.refs[:1] in ([0], []), "I1: the bin is held"

@@ -1,4 +1,4 @@
-"""Names of prefixes: chained hashes, so that a key stands for all tokens up to the end of its block and the namespace."""
+"""Names of prefixes: chained hashes, so that a key stands for the namespace and all tokens up to its block's end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY_BYTES = 16
 
 
 def root_key(namespace: bytes | str, salt: str = "") -> bytes:
-    """The key that chains begin with. Each ingredient carries its kind and its length, so that none can pose as another."""
+    """The key that chains begin with. Each ingredient carries its kind and length, so that none can pose as another."""
     digest = blake2b(digest_size=KEY_BYTES, person=b"offroad.root")
     raw = namespace.encode() if isinstance(namespace, str) else namespace
     parts = [(b"namespace", raw)]
@@ -24,7 +24,7 @@ def root_key(namespace: bytes | str, salt: str = "") -> bytes:
 
 
 def extend_keys(keys: list[bytes], root: bytes, tokens: Sequence[int], count: int, block: int) -> None:
-    """Appends keys until there is one for each of the first `count` blocks of `tokens`; those present are not redone."""
+    """Appends keys until each of the first `count` blocks of `tokens` has one; those present are not redone."""
     first = len(keys)
     if first >= count:
         return

@@ -42,9 +42,9 @@ class Sequence:
     """Known tokens and what the caches hold of them. `slot` 0: not admitted.
 
     `tokens`: all that the host knows, the pending one last. `committed`: those whose entries are in the caches. `goal`:
-    prefill ends here. Tables hold blocks by column; a window column without a block holds 0. `edits`: table changes that
-    the device has not been told, by (table, column). `marks`: sorted boundaries worth resuming. Steps in flight are
-    bounded by `fly_low` and `fly_high`.
+    prefill ends here. Tables hold blocks by column; a window column without a block holds 0. `edits`: table changes
+    that the device has not been told, by (table, column). `marks`: sorted boundaries worth resuming. Steps in flight
+    are bounded by `fly_low` and `fly_high`.
     """
 
     tokens: list[int]

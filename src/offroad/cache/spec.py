@@ -9,13 +9,13 @@ from offroad.errors import SettingsError
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Sizes and needs of the hybrid cache. Counts include the bin: block 0 of each table and slot 0 are never given out.
+    """Sizes and needs of the hybrid cache. Counts include the bin: block 0 of each table and slot 0 are not given out.
 
-    `block`: tokens in a block. `window_blocks` 0: no layer keeps a window. `keep`: old tokens that a window reader needs.
-    `checkpoints`: device places for ring rows at a boundary. `rings`: a ring has rows to restore, so that a resume needs
-    a checkpoint. `k`: most drafts in a step. `namespace`: root of all keys (fingerprint of model, block, layouts, kv
-    dtype). `checkpoint_interval`: tokens between marks, 0: none. Raises SettingsError when one sequence could not run
-    alone.
+    `block`: tokens in a block. `window_blocks` 0: no layer keeps a window. `keep`: old tokens that a window reader
+    needs. `checkpoints`: device places for ring rows at a boundary. `rings`: a ring has rows to restore, so that a
+    resume needs a checkpoint. `k`: most drafts in a step. `namespace`: root of all keys (fingerprint of model, block,
+    layouts, kv dtype). `checkpoint_interval`: tokens between marks, 0: none. Raises SettingsError when one sequence
+    could not run alone.
     """
 
     block: int
@@ -40,7 +40,7 @@ class CacheConfig:
             ("k", 0 <= self.k <= self.block, f"0 to the block size, {self.block}"),
             ("max_len", self.max_len >= 2, "2 or more tokens"),
             ("checkpoint_interval", self.checkpoint_interval >= 0, "0 (off) or a number of tokens"),
-            ("keep", self.keep >= 0 and (self.keep > 0) == (self.window_blocks > 0), "more than 0 with window blocks, else 0"),
+            ("keep", (self.keep > 0) == (self.window_blocks > 0), "more than 0 with window blocks, else 0"),
             (
                 "window_blocks",
                 self.window_blocks == 0 or self.window_blocks > self.window_need,

@@ -22,9 +22,12 @@ def sequence_seed(seed: int, index: int) -> int:
 
 @dataclass(eq=False)
 class Job(Sequence):
-    """`age` orders sequences by arrival. `limit`: known tokens at which it ends. `leader`: the sibling whose prompt it
-    waits for, `shared`: siblings need not wait for this one (any more). `starved`: the last step that was in flight when
-    memory was missing; -1: it was not."""
+    """A sequence with its request.
+
+    `age` orders sequences by arrival. `limit`: known tokens at which it ends. `leader`: the sibling whose prompt it
+    waits for; `shared`: siblings need not wait for this one (any more). `starved`: the last step that was in flight
+    when memory was missing, -1: it was not. `last`: the last step that it was in.
+    """
 
     request: Request = None  # type: ignore[assignment]
     index: int = 0
@@ -48,8 +51,14 @@ class Job(Sequence):
         if not params.ignore_eos:
             stops.update(request.eos_ids)
         return cls(
-            tokens=list(request.prompt_ids), root=root, wanted_marks=request.marks, request=request, index=index, age=age,
-            seed=sequence_seed(request.seed, index), stops=frozenset(stops),
+            tokens=list(request.prompt_ids),
+            root=root,
+            wanted_marks=request.marks,
+            request=request,
+            index=index,
+            age=age,
+            seed=sequence_seed(request.seed, index),
+            stops=frozenset(stops),
             limit=max_len if params.max_tokens is None else min(max_len, prompt + params.max_tokens),
             wants=Want.SAMPLE if params.logprobs is None else Want.SAMPLE | Want.LOGPROBS,
         )
@@ -61,7 +70,10 @@ class Job(Sequence):
     def start(self) -> Start:
         """What the device is told when this sequence begins in its slot."""
         tokens = np.array(self.tokens, np.int64)
-        return Start(self.slot, tokens, self.committed, self.prompt_len, self.request.params, self.seed)
+        request = self.request
+        return Start(
+            self.slot, tokens, self.committed, self.prompt_len, request.params, self.seed, eos_ids=request.eos_ids
+        )
 
     def accept(self, known: int, sampled: list[int]) -> tuple[list[int], str | None, int | None]:
         """(tokens to tell, finish reason, stop token) for tokens sampled after `known` ones: stops at the first end."""
@@ -75,15 +87,26 @@ class Job(Sequence):
         return sampled, None, None
 
     def event(
-        self, tokens: list[int], finish: str | None = None, stop: int | None = None, error: str | None = None,
+        self,
+        tokens: list[int],
+        finish: str | None = None,
+        stop: int | None = None,
+        error: str | None = None,
         logprobs: list[TokenLogprobs] | None = None,
     ) -> TokenEvent:
         """An event of this sequence; the first one tells what came from the prefix cache."""
         matched, cached = (0, 0) if self.announced else self.first_resume
         self.announced = True
         return TokenEvent(
-            request_id=self.request.id, index=self.index, token_ids=tokens, logprobs=logprobs, finish_reason=finish,
-            stop_reason=stop, error=error, cached=cached, matched=matched,
+            request_id=self.request.id,
+            index=self.index,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=finish,
+            stop_reason=stop,
+            error=error,
+            cached=cached,
+            matched=matched,
         )
 
     def logprobs(self, found: Logprobs | None, row: int) -> list[TokenLogprobs] | None:

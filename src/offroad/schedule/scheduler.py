@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from operator import sub
 
 import numpy as np
 
@@ -25,7 +26,8 @@ _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
 class Scheduler:
     """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
 
-    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `seconds` is the engine's to count.
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `max_chunk` may be
+    lowered to bound each chunk. The engine counts `seconds`.
     """
 
     def __init__(self, config: CacheConfig, *, max_num_batched_tokens: int, max_waiting: int, depth: int = 1) -> None:
@@ -37,11 +39,20 @@ class Scheduler:
         self.requests: dict[str, list[Job]] = {}  # sequences that have not ended
         self.in_flight: deque[tuple[int, list[Row]]] = deque()
         self.events: list[TokenEvent] = []
+        self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
+        self.max_chunk = max_num_batched_tokens
         self.seconds = 0.0
         self._counts = dict.fromkeys(
-            ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens",
-             "preemptions"), 0,
+            (
+                "prompt_tokens",
+                "generated_tokens",
+                "prefix_query_tokens",
+                "prefix_matched_tokens",
+                "prefix_resumed_tokens",
+                "preemptions",
+            ),
+            0,
         )
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -50,7 +61,8 @@ class Scheduler:
         self.validate(request)
         queued = sum(job.index == 0 for job in self.waiting)
         if queued >= self.max_waiting:
-            raise QueueFull("waiting requests", found=queued, accepted=f"fewer than {self.max_waiting}", next="try again later")
+            accepted = f"fewer than {self.max_waiting}"
+            raise QueueFull("waiting requests", found=queued, accepted=accepted, next="try again later")
         root = self.cache.root(request.salt)
         jobs = [Job.of(request, i, self.age + i, root, self.config.max_len) for i in range(request.params.n)]
         self.age += len(jobs)
@@ -62,6 +74,7 @@ class Scheduler:
         self.waiting.extend(jobs)
 
     def validate(self, request: Request) -> None:
+        """Raises RequestError, with both numbers, if the request can never run; queues nothing."""
         prompt, config = len(request.prompt_ids), self.config
         if request.id in self.requests:
             raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
@@ -69,14 +82,21 @@ class Scheduler:
             raise RequestError("prompt", param="prompt", found="no token", accepted="1 token or more")
         if prompt + 1 > config.max_len:
             raise RequestError(
-                "prompt and one token", param="prompt", code="context_length_exceeded", found=f"{prompt} + 1 tokens",
-                accepted=f"at most {config.max_len} tokens", next="shorten the prompt",
+                "prompt and one token",
+                param="prompt",
+                code="context_length_exceeded",
+                found=f"{prompt} + 1 tokens",
+                accepted=f"at most {config.max_len} tokens",
+                next="shorten the prompt",
             )
         need, have = config.blocks(prompt + 1 + config.k), config.history_blocks - 1
         if need > have:
             raise RequestError(
-                "memory for the prompt and one token", param="prompt", code="context_length_exceeded",
-                found=f"{prompt} + 1 tokens in {need} blocks", accepted=f"at most {have} blocks of {config.block} tokens",
+                "memory for the prompt and one token",
+                param="prompt",
+                code="context_length_exceeded",
+                found=f"{prompt} + 1 tokens in {need} blocks",
+                accepted=f"at most {have} blocks of {config.block} tokens",
                 next="shorten the prompt or raise --kv-cache-memory-bytes",
             )
 
@@ -118,12 +138,17 @@ class Scheduler:
         return self._step(rows)
 
     def _admit(self) -> None:
-        """Admits waiting sequences in order while there is room; siblings of a prompt that still runs are passed over."""
+        """Admits waiting sequences in order while there is room; siblings whose prompt still runs are passed over."""
         while self.cache.slots.free and not any(job.starved >= 0 for job in self.running):
             job = next((job for job in self.waiting if job.leader is None or job.leader.shared), None)
             if job is None:
                 return
-            if not self.cache.admit(job, *self._promised()):
+            promised = self._promised()
+            room = (self.cache.history.free - promised[0], self.cache.window.free - promised[1])
+            if self.cache.live and job is self._refused[0] and max(map(sub, room, self._refused[1])) <= 0:
+                return  # no more room than when it was refused: a long prompt is not looked up again at each step
+            if not self.cache.admit(job, *promised):
+                self._refused = (job, room)
                 if self.cache.live:
                     return
                 self._end(job, self._out_of_memory(job))
@@ -152,7 +177,7 @@ class Scheduler:
         counts["prefix_resumed_tokens"] += resume.resumed
 
     def _plan(self) -> tuple[list[Row], list[Row]]:
-        """Rows in order of age. Each decoding sequence has one token of the budget; drafts and chunks share the rest."""
+        """Rows in order of age. Each decoding sequence has a token of the budget; drafts and chunks share the rest."""
         decoding = [job for job in self.running if job.high >= job.goal]
         spare, skipped = self.budget - len(decoding), frozenset()
         if spare < 0:  # more sequences than tokens: those that have waited longest go
@@ -181,12 +206,14 @@ class Scheduler:
         """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
         the prompt's last boundary can, since it is all but the window at the end."""
         high = job.high
-        end = min(job.goal, high + room)
+        end = min(job.goal, high + min(room, self.max_chunk))
         if not self.config.marked:
             return end - high
         mark = job.next_mark(high, self.config.interval)
-        last = not self.config.rings and mark is not None and mark >= (job.goal - 1) // self.config.block * self.config.block
-        return end - high if mark is None or last else min(end, mark) - high
+        last = (job.goal - 1) // self.config.block * self.config.block
+        if mark is None or (mark >= last and not self.config.rings):
+            return end - high
+        return min(end, mark) - high
 
     def _reserve(self, job: Job, kind: Kind, width: int) -> Row | None:
         """A row for the sequence; None: it sits out."""
@@ -241,9 +268,14 @@ class Scheduler:
         self.in_flight.append((self.number, rows))
         wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
         return Step(
-            number=self.number, slot=np.array([row.seq.slot for row in rows], np.int32),
-            kind=np.array([row.kind for row in rows], np.uint8), width=np.array([row.width for row in rows], np.int32),
-            wants=np.array(wants, np.uint8), tables=tables, restores=restores, captures=captures,
+            number=self.number,
+            slot=np.array([row.seq.slot for row in rows], np.int32),
+            kind=np.array([row.kind for row in rows], np.uint8),
+            width=np.array([row.width for row in rows], np.int32),
+            wants=np.array(wants, np.uint8),
+            tables=tables,
+            restores=restores,
+            captures=captures,
             starts=tuple(job.start() for job in begin),
         )
 
@@ -273,7 +305,9 @@ class Scheduler:
             self._requeue()
         return events
 
-    def _tell(self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]) -> None:
+    def _tell(
+        self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]
+    ) -> None:
         told, finish, stop = job.accept(known, sampled)
         self._counts["generated_tokens"] += len(told)
         event = job.event(told, finish, stop, None, job.logprobs(result.logprobs, row))
@@ -283,7 +317,7 @@ class Scheduler:
             self._end(job, event, events)
 
     def _fail(self, row: Row, accepted: int, layer: int, events: list[TokenEvent]) -> None:
-        """Ends a sequence that met a value that is not finite. Its prefix is forgotten: it may be where that came from."""
+        """Ends a sequence that met a value that is not finite. Its prefix is forgotten: it may come from there."""
         job = row.seq
         error = f"layer {layer} gave a value that is not finite, in a step from position {job.committed} on"
         self._end(job, job.event([], "error", None, error), events, forget=True)
@@ -291,9 +325,12 @@ class Scheduler:
 
     def _out_of_memory(self, job: Job) -> TokenEvent:
         have = (self.config.history_blocks - 1) * self.config.block
-        return job.event([], "length", None, f"the cache holds {have} tokens, which {len(job.tokens)} tokens and the next fill")
+        error = f"the cache holds {have} tokens, which the {len(job.tokens)} known ones and the next exceed"
+        return job.event([], "length", None, error)
 
-    def _end(self, job: Job, event: TokenEvent, events: list[TokenEvent] | None = None, *, forget: bool = False) -> None:
+    def _end(
+        self, job: Job, event: TokenEvent, events: list[TokenEvent] | None = None, *, forget: bool = False
+    ) -> None:
         """The last event of a sequence; its memory goes back once no step names it."""
         (self.events if events is None else events).append(event)
         job.shared = True
@@ -314,8 +351,13 @@ class Scheduler:
         """Gauges and counters. Blocks are history blocks, cached ones that nobody holds not among the used."""
         history = self.cache.history
         return Stats(
-            running=len(self.running), waiting=len(self.waiting) + len(self.leaving), kv_blocks_used=history.held,
-            kv_blocks_total=history.count - 1, steps=self.number, step_seconds=self.seconds, **self._counts,
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.leaving),
+            kv_blocks_used=history.held,
+            kv_blocks_total=history.count - 1,
+            steps=self.number,
+            step_seconds=self.seconds,
+            **self._counts,
         )
 
     def check(self) -> None:
@@ -328,6 +370,9 @@ class Scheduler:
         queued: Iterable[Job] = (*self.waiting, *self.running, *self.leaving)
         assert set(queued) == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
         if not self.in_flight:
-            assert not any(job.dead for job in live) and not self.leaving, "I1: released and still held"
+            assert not self.leaving, "I1: preempted and still held"
+            assert not any(job.dead for job in live), "I1: released and still held"
         if not self.requests and not self.in_flight:
-            assert not live and not self.cache.history.held and not self.cache.window.held, "I1: held when idle"
+            assert not live, "I1: slots when idle"
+            assert not self.cache.history.held, "I1: history blocks when idle"
+            assert not self.cache.window.held, "I1: window blocks when idle"

@@ -35,6 +35,27 @@ class Family:
     rings: bool
 
 
+FAMILIES = tuple(Family(window, rings) for window in (True, False) for rings in (True, False))
+
+
+def config_of(
+    family: Family, *, history=14, window=12, slots=4, checkpoints=4, k=3, interval=8, block=BLOCK
+) -> CacheConfig:
+    return CacheConfig(
+        block=block,
+        history_blocks=history + 1,
+        window_blocks=window + 1 if family.window else 0,
+        keep=KEEP if family.window else 0,
+        slots=slots + 1,
+        checkpoints=checkpoints if family.rings else 0,
+        rings=family.rings,
+        k=k,
+        max_len=200,
+        namespace="test",
+        checkpoint_interval=interval,
+    )
+
+
 def forward(namespace, token, state, carry, raw, window, old, row_of):
     """One token of a model: (raw, compressed row, kv, mtp) that it leaves. A closed row is visible to its closer."""
     raw_here = digest("raw", namespace, state, token)
@@ -85,7 +106,13 @@ class SimDevice:
     def __init__(
         self, config: CacheConfig, family: Family, random: Random, namespace_of: Callable[[object], str], vocab: int = 2
     ) -> None:
-        self.config, self.family, self.random, self.vocab, self.namespace_of = config, family, random, vocab, namespace_of
+        self.config, self.family, self.random, self.vocab, self.namespace_of = (
+            config,
+            family,
+            random,
+            vocab,
+            namespace_of,
+        )
         columns = -(-(config.max_len + config.k + 1) // config.block) + 8
         self.tables = np.zeros((2, config.slots, columns), np.int64)
         count = {Table.HISTORY: config.history_blocks, Table.WINDOW: config.window_blocks}
@@ -128,7 +155,9 @@ class SimDevice:
         for place, slot, boundary in step.captures.tolist():
             if before[slot] < boundary <= self.length[slot]:
                 self.capture(place, slot, boundary)
-        logprobs = Logprobs(np.full(count, -0.5, np.float32), np.zeros((count, 20), np.int64), np.zeros((count, 20), np.float32))
+        logprobs = Logprobs(
+            np.full(count, -0.5, np.float32), np.zeros((count, 20), np.int64), np.zeros((count, 20), np.float32)
+        )
         return StepResult(step.number, accepted, tokens, np.full(count, -1, np.int16), logprobs)
 
     def run(self, slot: int, kind: Kind, width: int, wanted: bool) -> list[int]:
@@ -147,7 +176,9 @@ class SimDevice:
                 inputs.append(truth if self.random.random() < 0.7 else (truth + 1) % self.vocab)
             raws[p], closed, hidden[p] = self.token(slot, p, inputs[i], state, hidden, raws, start)
             state = hidden[p] if self.family.rings else ZERO
-            self.cell(Table.HISTORY, slot, p).update({"kv": hidden[p]} | ({"row": closed} if (p + 1) % RATE == 0 else {}))
+            self.cell(Table.HISTORY, slot, p).update(
+                {"kv": hidden[p]} | ({"row": closed} if (p + 1) % RATE == 0 else {})
+            )
             if self.family.window:
                 self.cell(Table.WINDOW, slot, p)["kv"] = hidden[p]
             if not chunk:
@@ -165,7 +196,11 @@ class SimDevice:
         raw = [raws[q] if q in raws and family.rings else self.ring(slot, "raw", q) for q in rows]
         seen = range(max(0, p - KEEP), p) if family.window else ()
         window = [hidden[q] if q >= start else self.cell(Table.WINDOW, slot, q).get("kv") for q in seen]
-        old = (self.cell(Table.HISTORY, slot, p // 2).get("kv"), self.cell(Table.HISTORY, slot, p - 1).get("kv")) if p else ()
+        old = (
+            (self.cell(Table.HISTORY, slot, p // 2).get("kv"), self.cell(Table.HISTORY, slot, p - 1).get("kv"))
+            if p
+            else ()
+        )
 
         def row_of(here: str) -> str | None:
             return here if group == p else self.cell(Table.HISTORY, slot, group).get("row") if group < p else ZERO
@@ -211,7 +246,9 @@ class SimDevice:
                 self.rings[slot][name][position % self.capacity[name]] = value
 
     def capture(self, place: int, slot: int, boundary: int) -> None:
-        self.places[place] = {n: [self.ring(slot, n, q) for q in range(boundary - r, boundary)] for n, r in RESUME.items()}
+        self.places[place] = {
+            n: [self.ring(slot, n, q) for q in range(boundary - r, boundary)] for n, r in RESUME.items()
+        }
 
     def restore(self, place: int, slot: int, boundary: int) -> None:
         for name, rows in self.places[place].items():

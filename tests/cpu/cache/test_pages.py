@@ -79,7 +79,14 @@ def test_retiring_forgets_a_key_unless_it_is_sticky():
     assert not any(pages.sticky)
 
 
-@given(st.lists(st.tuples(st.sampled_from("take hold drop retire publish stick forget free".split()), st.integers(0, 9)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["take", "hold", "drop", "retire", "publish", "stick", "forget", "free"]), st.integers(0, 9)
+        ),
+        max_size=80,
+    )
+)
 def test_books_balance_after_any_operations(moves):
     pages, held = Pages(6), Counter()
     for what, n in moves:
@@ -123,7 +130,7 @@ def test_many_blocks_cost_no_more_each():
     assert [pages.take() for _ in range(1000)] == blocks[:-1001:-1]
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_unpinned_checkpoint_gives_way():

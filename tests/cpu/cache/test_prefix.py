@@ -50,8 +50,12 @@ def test_keys_that_are_there_are_not_computed_again():
 @pytest.mark.parametrize(
     ("a", "b"),
     [
-        (("m", ""), ("n", "")), (("m", "x"), ("m", "")), (("m", "x"), ("m", "y")), (("mx", ""), ("m", "x")),
-        (("x", "m"), ("m", "x")), (("m4:salt=1:x", ""), ("m", "x")),
+        (("m", ""), ("n", "")),
+        (("m", "x"), ("m", "")),
+        (("m", "x"), ("m", "y")),
+        (("mx", ""), ("m", "x")),
+        (("x", "m"), ("m", "x")),
+        (("m4:salt=1:x", ""), ("m", "x")),
     ],
 )
 def test_namespace_and_salt_are_tagged(a, b):

@@ -9,7 +9,7 @@ from collections import Counter
 from random import Random
 
 import numpy as np
-from simdevice import BLOCK, KEEP, RATE, RESUME, ZERO, Family, SimDevice, oracle, plain
+from simdevice import BLOCK, FAMILIES, KEEP, RATE, RESUME, ZERO, Family, SimDevice, config_of, oracle, plain
 
 from offroad.cache.hybrid import HybridCache
 from offroad.cache.sequence import Sequence
@@ -34,14 +34,6 @@ class RandomChooser:
 
     def pick(self, items):
         return self.random.choice(list(items))
-
-
-def config_of(family: Family, *, history=14, window=12, slots=4, checkpoints=4, k=3, interval=8, block=BLOCK) -> CacheConfig:
-    return CacheConfig(
-        block=block, history_blocks=history + 1, window_blocks=window + 1 if family.window else 0,
-        keep=KEEP if family.window else 0, slots=slots + 1, checkpoints=checkpoints if family.rings else 0,
-        rings=family.rings, k=k, max_len=200, namespace="test", checkpoint_interval=interval,
-    )
 
 
 class World:
@@ -126,7 +118,7 @@ class World:
         for seq in list(self.running) if only is None else [only]:
             if only is None and not c.integer(0, 3):
                 continue
-            row = self.cache.reserve(seq, *self.plan(seq, c.integer(1, 9)))
+            row = self.cache.reserve(seq, *self.plan(seq, c.integer(1, 9) if only is None else 4))
             if row is not None:
                 rows.append(row)
             elif (self.steps or rows) and c.integer(0, 1):
@@ -148,9 +140,21 @@ class World:
         self.number += 1
         tables, restores, captures, begin = self.cache.collect(rows)
         wants = [Want.SAMPLE if row.final or row.kind == Kind.VERIFY else Want.NOTHING for row in rows]
-        starts = tuple(Start(s.slot, np.array(s.tokens), s.committed, len(self.prompt[s]), PARAMS, self.about[s][1]) for s in begin)
+        starts = tuple(
+            Start(s.slot, np.array(s.tokens), s.committed, len(self.prompt[s]), PARAMS, self.about[s][1]) for s in begin
+        )
         slots, kinds, widths = zip(*((row.seq.slot, row.kind, row.width) for row in rows), strict=True)
-        return Step(self.number, np.array(slots), np.array(kinds), np.array(widths), np.array(wants), tables, restores, captures, starts)
+        return Step(
+            self.number,
+            np.array(slots),
+            np.array(kinds),
+            np.array(widths),
+            np.array(wants),
+            tables,
+            restores,
+            captures,
+            starts,
+        )
 
     def commit(self) -> None:
         step, rows, result = self.steps.pop(0)
@@ -184,7 +188,16 @@ class World:
         def look():
             free = len(cache.checkpoints.free) + len(cache.checkpoints.index)
             edits = dict(seq.edits)
-            return list(seq.history), list(seq.window), cache.history.free, cache.window.free, free, edits, seq.low, seq.high
+            return (
+                list(seq.history),
+                list(seq.window),
+                cache.history.free,
+                cache.window.free,
+                free,
+                edits,
+                seq.low,
+                seq.high,
+            )
 
         before = look()
         row = cache.reserve(seq, *self.plan(seq, c.integer(1, 9)))
@@ -193,7 +206,20 @@ class World:
             cache.abort(row)
         assert look() == before, "I7"
 
-    MOVES = ("submit", "submit", "submit_related", "admit", "admit", "turn", "turn", "turn", "commit", "reserve_then_abort", "leave", "reset")
+    MOVES = (
+        "submit",
+        "submit",
+        "submit_related",
+        "admit",
+        "admit",
+        "turn",
+        "turn",
+        "turn",
+        "commit",
+        "reserve_then_abort",
+        "leave",
+        "reset",
+    )
 
     def move(self, name: str, c) -> None:
         """One move, if it is possible now."""
@@ -224,6 +250,9 @@ class World:
     # --- invariants ---------------------------------------------------------------------------------------------------
     def check(self) -> None:
         self.cache.check()  # I1, I2
+        for step, rows, _ in self.steps:
+            for slot, row in zip(step.slot.tolist(), rows, strict=True):
+                assert self.cache.live.get(slot) is row.seq, "I1: a step in flight names a slot that was given back"
         for seq in self.cache.live.values():
             if seq.begun and not seq.dead:
                 self.check_entries(seq)
@@ -257,7 +286,11 @@ class World:
         if not self.family.rings:
             return
         truth = oracle(self.family, self.about[seq][0], tuple(self.device.tokens[seq.slot][:length]))
-        for name, column, first in (("state", 2, length - 1), ("carry", 2, length - 1), ("raw", 0, length - length % RATE - RATE)):
+        for name, column, first in (
+            ("state", 2, length - 1),
+            ("carry", 2, length - 1),
+            ("raw", 0, length - length % RATE - RATE),
+        ):
             for p in range(first, length):
                 want = truth[p][column] if p >= 0 else ZERO
                 assert self.device.ring(seq.slot, name, p) == want, f"I4 {name} at {p}"
@@ -272,7 +305,11 @@ class World:
                 assert len(tokens) % BLOCK == 0, "I5 name"
                 truth, base = oracle(family, salt, tokens), len(tokens) - BLOCK
                 if index is cache.checkpoints.index:
-                    want = {"state": [truth[-1][2]], "carry": [truth[-1][2]], "raw": [e[0] for e in truth[-RESUME["raw"] :]]}
+                    want = {
+                        "state": [truth[-1][2]],
+                        "carry": [truth[-1][2]],
+                        "raw": [e[0] for e in truth[-RESUME["raw"] :]],
+                    }
                     assert self.device.places[index[key].place] == want, "I5 checkpoint"
                     continue
                 cells = memory[Table.HISTORY if index is cache.history.index else Table.WINDOW][index[key]]
@@ -301,7 +338,9 @@ class World:
             missing = next((i for i, k in enumerate(keys) if k not in cache.history.index), len(keys))
             assert found.matched == missing * BLOCK >= best, "I6 matched"
             if config.marked and missing:  # leaf-first eviction: nothing is keyed beyond a hole
-                assert not any(k in cache.window.index or k in cache.checkpoints.index for k in keys[missing:]), "broken chain"
+                assert not any(k in cache.window.index or k in cache.checkpoints.index for k in keys[missing:]), (
+                    "broken chain"
+                )
 
     def finish(self) -> None:
         """I8: the oldest running sequence reaches its end if it fits alone; then nothing is held."""
@@ -327,10 +366,7 @@ class World:
                 self.commit()
             self.leave(oldest, again=False)
         self.check()
-        assert not self.cache.live and not self.cache.history.held and not self.cache.window.held, "I1 leak"
-
-
-FAMILIES = tuple(Family(window, rings) for window in (True, False) for rings in (True, False))
+        assert not any((self.cache.live, self.cache.history.held, self.cache.window.held)), "I1 leak"
 
 
 def random_world(seed: int, world: type[World] = World) -> World:
@@ -338,8 +374,13 @@ def random_world(seed: int, world: type[World] = World) -> World:
     random = Random(seed)
     family = random.choice(FAMILIES[:1] * 3 + FAMILIES)
     config = config_of(
-        family, history=random.choice((9, 14, 24)), window=random.choice((8, 12)), slots=random.choice((2, 4)),
-        checkpoints=random.choice((1, 3, 8)), k=random.choice((0, 3, 3)), interval=random.choice((0, 8)),
+        family,
+        history=random.choice((9, 14, 24)),
+        window=random.choice((8, 12)),
+        slots=random.choice((2, 4)),
+        checkpoints=random.choice((1, 3, 8)),
+        k=random.choice((0, 3, 3)),
+        interval=random.choice((0, 8)),
     )
     return world(config, family, seed)
 

@@ -1,17 +1,14 @@
-"""The scheduler on a simulated device: same tokens as the plain run whatever happens around a request, and no leaks."""
+"""Single behaviours of the scheduler: refusals, budget, fairness, preemption, siblings, aborts, ends and costs."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from random import Random
+from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from simdevice import Family, SimDevice, plain
-from world import FAMILIES, config_of
+from simdevice import FAMILIES, Family, config_of
+from simengine import FULL, Sim
 
 from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
@@ -21,232 +18,26 @@ from offroad.schedule.request import Request
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Kind, StepResult, Want
 
-VOCAB = 7
-
-
-class Sim:
-    """A scheduler, a device and what the events said, driven as the engine drives them."""
-
-    def __init__(self, config: CacheConfig, family: Family, *, budget=16, depth=1, max_waiting=64, seed=0, scheduler=Scheduler):
-        self.family, self.depth, self.budget = family, depth, budget
-        self.scheduler = scheduler(config, max_num_batched_tokens=budget, max_waiting=max_waiting, depth=depth)
-        self.salts: dict[int, str] = {}
-        self.device = SimDevice(config, family, Random(seed), lambda start: self.salts[id(start.params)], VOCAB)
-        self.flying: deque[tuple] = deque()
-        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
-        self.ended: dict[tuple[str, int], object] = {}
-        self.first: dict[tuple[str, int], object] = {}
-        self.requests: dict[str, Request] = {}
-        self.steps: list = []
-        self.bad: dict[int, int] = {}  # slot -> layer
-        self.count = 0
-
-    def add(self, prompt, *, seed=0, salt="", eos=(), marks=(), **params) -> str:
-        self.count += 1
-        request = Request(
-            id=f"r{self.count}", prompt_ids=list(prompt), params=SamplingParams(**params), seed=seed, salt=salt,
-            eos_ids=tuple(eos), marks=tuple(marks),
-        )
-        self.scheduler.submit(request)
-        self.salts[id(request.params)] = salt
-        self.requests[request.id] = request
-        return request.id
-
-    def step(self) -> None:
-        scheduler = self.scheduler
-        step = scheduler.build()
-        if step is not None:
-            assert int(step.width.sum()) <= self.budget, "token budget"
-            assert (np.diff(step.kind.astype(int)) >= 0).all(), "verify rows first"
-            self.steps.append(step)
-            self.flying.append((step, self.poisoned(step, self.device.launch(step))))
-        self.take(scheduler.drain_events())
-        if self.flying and (step is None or len(self.flying) >= self.depth):
-            done, result = self.flying.popleft()
-            self.take(scheduler.commit(done, result))
-        scheduler.check()
-
-    def poisoned(self, step, result: StepResult) -> StepResult:
-        for i, slot in enumerate(step.slot.tolist()):
-            result.bad_layer[i] = self.bad.get(slot, -1)
-        return result
-
-    def take(self, events) -> None:
-        for event in events:
-            key = event.request_id, event.index
-            assert key not in self.ended, "no event after the last"
-            self.first.setdefault(key, event)
-            self.tokens[key] += event.token_ids
-            if event.finish_reason:
-                self.ended[key] = event
-
-    def run(self, limit: int = 3000) -> None:
-        for _ in range(limit):
-            if not (self.flying or self.scheduler.has_work()):
-                break
-            self.step()
-        else:
-            pytest.fail("I8: no progress")
-        self.scheduler.check()
-        assert self.scheduler.stats().kv_blocks_used == 0
-
-    def expected(self, request: Request, index: int, limit: int) -> list[int]:
-        """The plain run's tokens: no batch, no cache, no drafts."""
-        p, prompt = request.params, tuple(request.prompt_ids)
-        most = min(limit - len(prompt), p.max_tokens or limit)
-        tokens = plain(self.family, request.salt, prompt, sequence_seed(request.seed, index), most, VOCAB)[len(prompt) :]
-        stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(request.eos_ids))
-        end = next((i + 1 for i, t in enumerate(tokens) if t in stops and i + 1 >= p.min_tokens), most)
-        return list(tokens[:end])
-
-    def verify(self) -> None:
-        limit = self.scheduler.config.max_len
-        for (name, index), event in self.ended.items():
-            want, got = self.expected(self.requests[name], index, limit), self.tokens[name, index]
-            whole = event.finish_reason == "stop" or (event.finish_reason == "length" and event.error is None)
-            assert got == (want if whole else want[: len(got)]), f"I9: {name}/{index}"
-
-
-FULL = Family(False, False)
-SEEN = defaultdict(int)
-
-
-# --- whole runs ---------------------------------------------------------------------------------------------------------
-
-
-def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
-    random = Random(seed)
-    family = random.choice(FAMILIES)
-    config = config_of(
-        family, history=random.choice((8, 14, 30)), window=random.choice((8, 16)), slots=random.choice((1, 2, 4)),
-        checkpoints=random.choice((1, 6)), k=random.choice((0, 0, 3)), interval=random.choice((0, 8)),
-    )
-    sim = Sim(config, family, budget=random.choice((2, 5, 16)), depth=depth, seed=seed, scheduler=scheduler)
-    texts = [[random.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
-    for _ in range(random.randint(20, 60)):
-        if random.random() < 0.4:
-            prompt = random.choice(texts)[: random.randint(0, 16)] + [random.randrange(VOCAB) for _ in range(random.randint(1, 4))]
-            if random.random() < 0.3 and sim.tokens:
-                name, index = random.choice(list(sim.tokens))
-                prompt = (sim.requests[name].prompt_ids + sim.tokens[name, index] + [1])[:24]
-            most = random.choice((1, 3, 12, 12, 30)) if seed % 8 else None
-            sim.add(
-                prompt, seed=random.randrange(3), salt=random.choice(("", "A")), eos=random.choice(((), (3,))),
-                n=random.choice((1, 1, 3)), max_tokens=most, min_tokens=random.choice((0, 1)), marks=(random.randint(0, 12),),
-                logprobs=random.choice((None, None, 2)),
-            )
-        if random.random() < 0.06 and sim.requests:
-            sim.scheduler.abort(random.choice(list(sim.requests)))
-        sim.step()
-    sim.run()
-    sim.verify()
-    stats = sim.scheduler.stats()
-    for name in ("preemptions", "prefix_resumed_tokens", "steps"):
-        SEEN[name] += getattr(stats, name)
-    for event in sim.ended.values():
-        SEEN[event.finish_reason] += 1
-    assert len(sim.ended) == sum(request.params.n for request in sim.requests.values())
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_tokens_do_not_depend_on_mates_chunks_preemption_hits_or_drafts(depth):
-    SEEN.clear()
-    for seed in range(40):
-        random_run(seed, depth)
-    for what in ("preemptions", "prefix_resumed_tokens", "stop", "length", "abort"):
-        assert SEEN[what], f"the runs do not exercise: {what}"
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 10**9), st.integers(1, 2))
-def test_tokens_do_not_depend_on_what_happens_around(seed, depth):
-    random_run(seed, depth)
-
-
-# --- seeded bugs --------------------------------------------------------------------------------------------------------
-
-
-class EndsAtTheWrongToken(Scheduler):
-    def submit(self, request):
-        super().submit(request)
-        for job in self.requests[request.id]:
-            job.limit += 1
-
-
-class SiblingsShareASeed(Scheduler):
-    def submit(self, request):
-        super().submit(request)
-        for job in self.requests[request.id]:
-            job.seed = request.seed
-
-
-class OverTheBudget(Scheduler):
-    def _chunk(self, job, room):
-        return super()._chunk(job, room + 1)
-
-
-class NeverPreempts(Scheduler):
-    def _make_room(self, job):
-        return False
-
-
-class ResumesWithTheWrongPrompt(Scheduler):
-    def _requeue(self):
-        for job in self.leaving:
-            if not job.slot and len(job.tokens) > job.prompt_len:
-                job.tokens[-1] = (job.tokens[-1] + 1) % VOCAB
-        super()._requeue()
-
-
-class AbortForgetsTheCache(Scheduler):
-    def _end(self, job, event, events=None, *, forget=False):
-        if event.finish_reason == "abort" and job.slot and job in self.running:
-            self.running.remove(job)
-            self.requests[job.request.id].remove(job)
-            if not self.requests[job.request.id]:
-                del self.requests[job.request.id]
-            self.events.append(event)
-        else:
-            super()._end(job, event, events, forget=forget)
-
-
-class DecodesPastTheLimit(Scheduler):
-    def _tell(self, job, row, known, sampled, result, events):
-        event = job.event(list(sampled), None, None)
-        told, finish, _ = job.accept(known, sampled)
-        events.append(event)
-        if finish:
-            self._end(job, job.event([], finish), events)
-
-
-class YoungestFirst(Scheduler):
-    def _make_room(self, job):
-        if len(self.running) > 1 and not self.in_flight:
-            return self._preempt(self.running[0]) and False
-        return super()._make_room(job)
-
-
-BUGS = [
-    EndsAtTheWrongToken, SiblingsShareASeed, OverTheBudget, NeverPreempts, ResumesWithTheWrongPrompt, AbortForgetsTheCache,
-    DecodesPastTheLimit,
-]
-
-
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_a_seeded_bug_is_caught(bug):
-    for seed in range(200):
-        try:
-            random_run(seed, 1 + seed % 2, bug)
-        except (AssertionError, pytest.fail.Exception):
-            return
-    pytest.fail("no check has seen it")
-
-
-# --- single behaviours --------------------------------------------------------------------------------------------------
-
 
 def small(family=FULL, **sizes) -> CacheConfig:
     return config_of(family, **({"history": 40, "k": 0, "window": 16, "interval": 0} | sizes))
+
+
+def test_a_refused_prompt_is_looked_up_again_only_when_there_is_more_room():
+    sim = Sim(small(history=12), FULL)
+    sim.add([1] * 20, max_tokens=12)
+    sim.step()
+    sim.add([2] * 30, max_tokens=2)
+    cache, looked = sim.scheduler.cache, []
+    resume_point = cache.resume_point
+    cache.resume_point = lambda job: looked.append(job) or resume_point(job)
+    for _ in range(8):
+        sim.step()
+    assert len(looked) == 1
+    assert len(sim.scheduler.running) == 1
+    sim.run()
+    assert len(looked) == 2
+    sim.verify()
 
 
 def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers():
@@ -293,6 +84,23 @@ def test_the_last_chunk_samples_and_each_verify_row_samples_one():
     assert sim.steps[0].starts[0].prompt_len == 20
     assert sim.first["r1", 0].logprobs[0].logprob == -0.5
     assert len(sim.first["r1", 0].logprobs[0].top) == 2
+    sim.verify()
+
+
+def test_the_device_is_told_what_ends_a_sequence():
+    sim = Sim(small(), FULL)
+    sim.add([1, 2], eos=(3, 5), seed=9, max_tokens=1)
+    sim.run()
+    (start,) = sim.steps[0].starts
+    assert (start.eos_ids, start.seed, start.length, start.tokens.tolist()) == ((3, 5), 9, 0, [1, 2])
+
+
+def test_chunks_can_be_bounded_apart_from_the_budget():
+    sim = Sim(small(), FULL, budget=16)
+    sim.scheduler.max_chunk = 3
+    sim.add(range(8), max_tokens=1)
+    sim.run()
+    assert [s.width.tolist() for s in sim.steps] == [[3], [3], [2]]
     sim.verify()
 
 
@@ -470,8 +278,17 @@ def test_seeds_of_siblings():
 def test_a_decode_step_of_8_rows_costs_little():
     """The aim is under 100 us on an idle machine; the limit here leaves room for a busy one."""
     config = CacheConfig(
-        block=64, history_blocks=8 * 40, window_blocks=8 * 24 + 1, keep=511, slots=9, checkpoints=0, rings=False, k=0,
-        max_len=2000, namespace="m", checkpoint_interval=1024,
+        block=64,
+        history_blocks=8 * 40,
+        window_blocks=8 * 24 + 1,
+        keep=511,
+        slots=9,
+        checkpoints=0,
+        rings=False,
+        k=0,
+        max_len=2000,
+        namespace="m",
+        checkpoint_interval=1024,
     )
     scheduler = Scheduler(config, max_num_batched_tokens=512, max_waiting=64)
     for i in range(8):
