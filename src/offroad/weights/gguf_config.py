@@ -168,7 +168,7 @@ def _llama3(file: GgufFile, base: float, dim: int) -> dict[str, Any]:
     original = file.metadata.get("llama.rope.scaling.original_context_length", 8192)
     scaling = {
         "rope_type": "llama3",
-        "factor": float(factors.max()),
+        "factor": round(float(factors.max()), 4),  # fp32 noise of 1 / (1 / factor)
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": original,

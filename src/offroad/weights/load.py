@@ -119,7 +119,7 @@ def load(
 ) -> Weights:
     """All weights on `device`, `layouts(layer, name)` deciding how each linear is kept.
 
-    `layouts` is asked for "embed" and "head" of layer MODEL too. Dense weights and biases are in `dtype`; tensors outside
+    `layouts` is asked for "embed" and "head" of MODEL too. Dense weights and biases are in `dtype`; tensors outside
     linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in flight at a time.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
