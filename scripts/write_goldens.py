@@ -9,14 +9,13 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests/cpu/ops")]
 
 from real_specs import CONFIGS  # noqa: E402
-from test_plan import GOLDEN, make  # noqa: E402
+from test_plan import GOLDEN, golden  # noqa: E402
 
-from offroad.device.profile import load_profile, profile_names  # noqa: E402
+from offroad.device.profile import profile_names  # noqa: E402
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
     for profile in profile_names():
         for model in CONFIGS:
-            text = make(model, load_profile(profile), allow_reference=True).explain() + "\n"
-            (GOLDEN / f"{profile}.{model}.txt").write_text(text)
+            (GOLDEN / f"{profile}.{model}.txt").write_text(golden(model, profile))
             print(f"{profile}.{model}")

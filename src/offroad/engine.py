@@ -17,6 +17,7 @@ from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
 from offroad.errors import PlanError
 from offroad.models.registry import resolve_model
+from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
 from offroad.run.runner import Runner, prepare
@@ -61,14 +62,23 @@ def make_plan(settings: Settings, source: Source) -> Plan:
     return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
 
 
+def _share_cores(plan: Plan, threads: int) -> None:
+    """Gives the cores to whoever does the work: torch's threads spin when they wait, and would take them from the C
+    kernels' own, so torch gets one where those are used. Changes the number of torch threads of the whole process."""
+    threads = threads or plan.device.units
+    if plan.device.kind == "cpu":
+        compiled = any(name.startswith("cpu.") for name in plan.kernels())
+        torch.set_num_threads(1 if compiled else threads)
+        if compiled:
+            configure(threads)
+
+
 class Engine:
     """Requests in, token events out. `step()` does the work; nothing happens between calls."""
 
     def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
         began, report = time.perf_counter(), progress or _silent
         self.settings = settings
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         report("pull", 0.0, settings.model)
         source = open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
@@ -78,6 +88,7 @@ class Engine:
                             accepted="auto, cpu, cuda", next=f"use `offroad plan --device {self.plan.device.name}`")
         resolved = resolve_model(source.config)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
+        _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")
@@ -110,6 +121,10 @@ class Engine:
             device=p.device.name, plan_summary=p.summary(), plan_fingerprint=p.fingerprint, memory_summary=memory,
             load_seconds=seconds, plan_json=json.dumps(p.to_json()),
         )
+
+    def validate(self, request: Request) -> None:
+        """Raises RequestError if the request can never run; queues nothing."""
+        self.scheduler.validate(request)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can never fit, QueueFull if too many wait."""

@@ -152,7 +152,7 @@ class LLM:
         open_requests = {r.id: _Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)}
         waiting = list(reversed(requests))
         for request in requests:
-            self.engine.scheduler.validate(request)
+            self.engine.validate(request)
         try:
             while open_requests:
                 while waiting and self.engine.stats().waiting < self.settings.max_waiting:

@@ -59,7 +59,8 @@ def load_profile(name: str) -> DeviceProfile:
         text = (resources.files("offroad.device") / "profiles" / f"{name}.toml").read_text()
     else:
         known = ", ".join(["auto", "cpu", "cuda", *profile_names()])
-        raise SettingsError("device", found=name, accepted=f"{known}, or a path ending in .toml", next="see `offroad doctor`")
+        accepted = f"{known}, or a path ending in .toml"
+        raise SettingsError("device", found=name, accepted=accepted, next="see `offroad doctor`")
     return parse_profile(text, where=name)
 
 

@@ -88,8 +88,9 @@ def weight_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
 def _packed_bytes(choice: Choice, numel: int, modules: list[str], headers: Headers, dtype: str) -> int:
     if choice.layout == "dense":
         return numel * ITEMSIZE[dtype]
-    # Scales may grow from fp16 to fp32 (formats of 32 weights a scale): at most a quarter more than on disk.
-    return sum(headers[f"{module}.weight"].nbytes for module in modules if f"{module}.weight" in headers) * 5 // 4
+    stored = [headers[f"{module}.weight"] for module in modules if f"{module}.weight" in headers]
+    # Blocks' scales may grow from fp16 to fp32: at most a quarter more than on disk. fp16 is widened by CPU kernels.
+    return sum(h.nbytes * 5 // 4 if h.kind.startswith("gguf") else h.nbytes * (2 if h.kind == "f16" else 1) for h in stored)
 
 
 @dataclass(frozen=True)

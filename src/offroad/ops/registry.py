@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
-from offroad.ops import activation, attention, linear, norm, rope, torch_kernels
+from offroad.native.pack import PACKERS
+from offroad.ops import activation, attention, cpu_kernels, linear, norm, rope, torch_kernels
 from offroad.ops.spec import Registry
+from offroad.quant.packed import Packed
 
 
 @cache
@@ -15,10 +18,11 @@ def default_registry() -> Registry:
     for module in (norm, linear, rope, attention, activation):
         for op in module.OPS:
             registry.add_op(op)
+    cpu_kernels.register(registry)
     torch_kernels.register(registry)
     return registry
 
 
-def packers() -> dict[str, object]:
+def packers() -> dict[str, Callable[[Packed], Packed]]:
     """Functions that make a kernel's own weight layout from a canonical one, by layout."""
-    return {}
+    return dict(PACKERS)

@@ -87,9 +87,10 @@ class Runner:
         chosen_logprobs = None
         if len(wanting):
             logits = ops.logits(hidden)
-            finite = torch.isfinite(logits).all(-1).cpu().numpy()
             slots, positions = step.slot[wanting], after[wanting]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
+            # A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn.
+            finite = torch.isfinite(hidden.float().sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]).cpu().numpy()
             at = torch.from_numpy(np.stack((slots.astype(np.int64), positions.astype(np.int64)))).to(self.device)
             # A sequence that is at its limit samples a token that has no place; the scheduler ends it.
             arrays.tokens[at[0], at[1].clamp(max=arrays.tokens.shape[1] - 1)] = drawn

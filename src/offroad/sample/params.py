@@ -55,7 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "0 to max_tokens"),
-            ("stop", len(self.stop) <= 16 and all(isinstance(s, str) and s for s in self.stop), "up to 16 non-empty strings"),
+            ("stop", len(self.stop) <= 16 and all(self.stop), "up to 16 strings that are not empty"),
             ("stop_token_ids", all(isinstance(t, int) for t in self.stop_token_ids), "token ids"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
             ("prompt_logprobs", self.prompt_logprobs is None, "none: prompt_logprobs is not supported yet"),
@@ -68,3 +68,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def check_vocab(self, vocab: int) -> None:
+        """RequestError when an id of `logit_bias` or `stop_token_ids` is not within a vocabulary of `vocab` tokens."""
+        for name, ids in (("logit_bias", self.logit_bias or {}), ("stop_token_ids", self.stop_token_ids)):
+            outside = [i for i in ids if not 0 <= i < vocab]
+            if outside:
+                raise RequestError(
+                    name, param=name, found=f"token id {outside[0]}", accepted=f"ids of 0 to {vocab - 1}"
+                )

@@ -37,7 +37,7 @@ class Start:
     """A slot that begins: its known tokens, how many are in the caches already, and how to sample.
 
     `prompt_len` is the length of the request's own prompt: after a preemption `tokens` also holds generated ones, and
-    penalties of presence and frequency count only those.
+    penalties of presence and frequency count only those. `eos_ids` are the request's: `min_tokens` masks them.
     """
 
     slot: int
@@ -46,6 +46,7 @@ class Start:
     prompt_len: int
     params: SamplingParams
     seed: int
+    eos_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,48 @@
+"""`offroad serve`: the server, and the one screen that it shows when it is ready."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from offroad.cli.options import ALL_GROUPS, Model, with_settings
+
+if TYPE_CHECKING:
+    from offroad.engine import EngineInfo
+
+
+@with_settings(*ALL_GROUPS)
+def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
+    """Serve a model over HTTP.
+
+    The OpenAI API is under /v1; /health, /metrics and /plan tell about the server.
+    Progress and the start-up screen go to stderr. SIGTERM or Ctrl-C finishes running requests, then ends the server.
+    """
+    from offroad.cli.progress import LoadProgress
+    from offroad.serve.server import serve as run_server
+    from offroad.settings import Settings
+
+    settings = Settings.resolve({**flags, "model": model}, config)
+    with LoadProgress() as progress:
+
+        def ready(url: str, info: EngineInfo) -> None:
+            progress.finish()
+            print(screen(url, info), file=sys.stderr, flush=True)
+
+        run_server(settings, on_ready=ready, progress=progress)
+
+
+def screen(url: str, info: EngineInfo) -> str:
+    """What is served, where, with what: at most a screen."""
+    lines = [
+        ("address", f"{url}/v1 (OpenAI API; also /health, /metrics, /plan)"),
+        ("model", f"{info.model} ({info.family})"),
+        ("context", f"{info.max_model_len:,} tokens"),
+        ("concurrency", f"up to {info.max_num_seqs} sequences"),
+        ("device", f"{info.device}, {info.dtype}"),
+        ("memory", info.memory_summary),
+        ("plan", f"{info.plan_fingerprint} (all of it: {url}/plan)"),
+        ("loaded in", f"{info.load_seconds:.1f} s"),
+    ]
+    lines += [("", line) for line in info.plan_summary.splitlines()]
+    return "\n".join(["", *(f"{name:<13}{value}" for name, value in lines), ""])

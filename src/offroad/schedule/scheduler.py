@@ -1,0 +1,333 @@
+"""Continuous batching: which sequences run in the next step, with how many tokens, and what their results mean.
+
+Host only, no tensor and no device call. Rows are planned in order of age, so that an older sequence is never held up by
+a younger one; the step lists verify rows first, then chunks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from offroad.cache.hybrid import HybridCache
+from offroad.cache.sequence import Row
+from offroad.cache.spec import CacheConfig
+from offroad.errors import QueueFull, RequestError
+from offroad.schedule.job import Job
+from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.step import Kind, Step, StepResult, Want
+
+_NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
+
+
+class Scheduler:
+    """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
+
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `seconds` is the engine's to count.
+    """
+
+    def __init__(self, config: CacheConfig, *, max_num_batched_tokens: int, max_waiting: int, depth: int = 1) -> None:
+        self.config, self.cache = config, HybridCache(config)
+        self.budget, self.max_waiting, self.depth = max_num_batched_tokens, max_waiting, depth
+        self.waiting: deque[Job] = deque()
+        self.running: list[Job] = []
+        self.leaving: list[Job] = []  # preempted with a step in flight; they wait again after it
+        self.requests: dict[str, list[Job]] = {}  # sequences that have not ended
+        self.in_flight: deque[tuple[int, list[Row]]] = deque()
+        self.events: list[TokenEvent] = []
+        self.number = self.age = 0
+        self.seconds = 0.0
+        self._counts = dict.fromkeys(
+            ("prompt_tokens", "generated_tokens", "prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens",
+             "preemptions"), 0,
+        )
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+    def submit(self, request: Request) -> None:
+        """Queues the sequences of a request. Raises RequestError if it can never run, QueueFull if too many wait."""
+        self.validate(request)
+        queued = sum(job.index == 0 for job in self.waiting)
+        if queued >= self.max_waiting:
+            raise QueueFull("waiting requests", found=queued, accepted=f"fewer than {self.max_waiting}", next="try again later")
+        root = self.cache.root(request.salt)
+        jobs = [Job.of(request, i, self.age + i, root, self.config.max_len) for i in range(request.params.n)]
+        self.age += len(jobs)
+        if len(jobs) > 1 and self.config.prefix_caching:
+            jobs[0].shared = self._prompt_boundary(jobs[0]) == 0
+            for job in jobs[1:]:
+                job.leader = jobs[0]
+        self.requests[request.id] = jobs
+        self.waiting.extend(jobs)
+
+    def validate(self, request: Request) -> None:
+        prompt, config = len(request.prompt_ids), self.config
+        if request.id in self.requests:
+            raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
+        if prompt == 0:
+            raise RequestError("prompt", param="prompt", found="no token", accepted="1 token or more")
+        if prompt + 1 > config.max_len:
+            raise RequestError(
+                "prompt and one token", param="prompt", code="context_length_exceeded", found=f"{prompt} + 1 tokens",
+                accepted=f"at most {config.max_len} tokens", next="shorten the prompt",
+            )
+        need, have = config.blocks(prompt + 1 + config.k), config.history_blocks - 1
+        if need > have:
+            raise RequestError(
+                "memory for the prompt and one token", param="prompt", code="context_length_exceeded",
+                found=f"{prompt} + 1 tokens in {need} blocks", accepted=f"at most {have} blocks of {config.block} tokens",
+                next="shorten the prompt or raise --kv-cache-memory-bytes",
+            )
+
+    def _prompt_boundary(self, job: Job) -> int:
+        """The last boundary at which a sibling with the same prompt can resume."""
+        return (job.prompt_len - 1) // self.config.block * self.config.block
+
+    def abort(self, request_id: str) -> None:
+        """Ends all sequences of a request, with an event each; unknown and finished ids are ignored."""
+        for job in list(self.requests.get(request_id, ())):
+            self._end(job, job.event([], "abort"))
+
+    def has_work(self) -> bool:
+        return bool(self.requests or self.in_flight or self.events)
+
+    def drain_events(self) -> list[TokenEvent]:
+        """Events that no commit returns: aborts, and ends for want of memory."""
+        events, self.events = self.events, []
+        return events
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix that no running sequence holds."""
+        self.cache.reset_prefixes()
+
+    # --- building a step ----------------------------------------------------------------------------------------------
+    def build(self) -> Step | None:
+        """The next step, or None: nothing can run before a step in flight is committed, or nothing is left to do."""
+        if len(self.in_flight) >= self.depth:
+            return None
+        if self.waiting:
+            self._admit()
+        if not self.running:
+            return None
+        verify, chunks = self._plan()
+        rows = verify + chunks
+        if not rows:
+            assert self.in_flight or not self.running, "progress: the oldest sequence can run alone"
+            return None
+        return self._step(rows)
+
+    def _admit(self) -> None:
+        """Admits waiting sequences in order while there is room; siblings of a prompt that still runs are passed over."""
+        while self.cache.slots.free and not any(job.starved >= 0 for job in self.running):
+            job = next((job for job in self.waiting if job.leader is None or job.leader.shared), None)
+            if job is None:
+                return
+            if not self.cache.admit(job, *self._promised()):
+                if self.cache.live:
+                    return
+                self._end(job, self._out_of_memory(job))
+                continue
+            self.waiting.remove(job)
+            self.running.append(job)
+            if len(self.running) > 1 and self.running[-2].age > job.age:
+                self.running.sort(key=lambda job: job.age)
+            if not job.counted:
+                self._count(job)
+
+    def _promised(self) -> tuple[int, int]:
+        """(history, window) blocks that are left to running sequences: for the rest of their prompts, and one each."""
+        config, history = self.config, len(self.running)
+        for job in self.running:
+            history += max(0, config.blocks(job.goal + config.k) - len(job.history))
+        return history, len(self.running) if config.keep else 0
+
+    def _count(self, job: Job) -> None:
+        """Counts a sequence at its first admission; a request's prompt counts once."""
+        job.counted, counts, resume = True, self._counts, job.resume
+        job.first_resume = (resume.matched, resume.resumed)
+        counts["prompt_tokens"] += job.prompt_len if job.index == 0 else 0
+        counts["prefix_query_tokens"] += len(job.tokens)
+        counts["prefix_matched_tokens"] += resume.matched
+        counts["prefix_resumed_tokens"] += resume.resumed
+
+    def _plan(self) -> tuple[list[Row], list[Row]]:
+        """Rows in order of age. Each decoding sequence has one token of the budget; drafts and chunks share the rest."""
+        decoding = [job for job in self.running if job.high >= job.goal]
+        spare, skipped = self.budget - len(decoding), frozenset()
+        if spare < 0:  # more sequences than tokens: those that have waited longest go
+            decoding.sort(key=lambda job: job.last)
+            spare, skipped = 0, frozenset(decoding[self.budget :])
+        verify: list[Row] = []
+        chunks: list[Row] = []
+        for job in tuple(self.running):
+            if not job.slot or job.dead or job in skipped:
+                continue
+            if job.high >= job.goal:
+                width = min(1 + self._drafts(job), job.limit - 1 - job.high, 1 + spare)
+                if width >= 1 and (row := self._reserve(job, Kind.VERIFY, width)) is not None:
+                    verify.append(row)
+                    spare -= width - 1
+            elif spare and (row := self._reserve(job, Kind.CHUNK, self._chunk(job, spare))) is not None:
+                chunks.append(row)
+                spare -= row.width
+        return verify, chunks
+
+    def _drafts(self, job: Job) -> int:
+        """Drafts that a row may have: none where log-probabilities are asked, which a step gives for one token."""
+        return 0 if job.wants & Want.LOGPROBS else self.config.k
+
+    def _chunk(self, job: Job, room: int) -> int:
+        """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
+        the prompt's last boundary can, since it is all but the window at the end."""
+        high = job.high
+        end = min(job.goal, high + room)
+        if not self.config.marked:
+            return end - high
+        mark = job.next_mark(high, self.config.interval)
+        last = not self.config.rings and mark is not None and mark >= (job.goal - 1) // self.config.block * self.config.block
+        return end - high if mark is None or last else min(end, mark) - high
+
+    def _reserve(self, job: Job, kind: Kind, width: int) -> Row | None:
+        """A row for the sequence; None: it sits out."""
+        while (row := self.cache.reserve(job, kind, width)) is None:
+            if not self._make_room(job):
+                return None
+        job.starved = -1
+        return row
+
+    def _make_room(self, job: Job) -> bool:
+        """Whether memory was freed for a sequence that could not be reserved.
+
+        What is in flight may give memory back, so that is committed first; then the youngest sequence is released.
+        """
+        if job.starved < 0 and self.in_flight:
+            job.starved = self.in_flight[-1][0]
+            return False
+        if self.in_flight and self.in_flight[0][0] <= job.starved:
+            return False
+        if any(other.dead for other in self.cache.live.values()):
+            return False  # released, and its blocks come with the last step that names them
+        youngest = self.running[-1]
+        if youngest is not job:
+            return self._preempt(youngest)
+        if len(self.running) == 1 and not self.in_flight:
+            self._end(job, self._out_of_memory(job))
+        return False
+
+    def _preempt(self, job: Job) -> bool:
+        """Releases a running sequence, which will wait again; whether its memory is free already."""
+        self.running.remove(job)
+        self._counts["preemptions"] += 1
+        job.starved = -1
+        freed = self.cache.release(job)
+        self.leaving.append(job)
+        if freed:
+            self._requeue()
+        return freed
+
+    def _requeue(self) -> None:
+        """Preempted sequences whose memory is free wait again, in order of age."""
+        ready = [job for job in self.leaving if not job.slot]
+        if ready:
+            self.leaving = [job for job in self.leaving if job.slot]
+            self.waiting = deque(sorted((*self.waiting, *ready), key=lambda job: job.age))
+
+    def _step(self, rows: list[Row]) -> Step:
+        self.number += 1
+        for row in rows:
+            row.seq.last = self.number
+        tables, restores, captures, begin = self.cache.collect(rows)
+        self.in_flight.append((self.number, rows))
+        wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
+        return Step(
+            number=self.number, slot=np.array([row.seq.slot for row in rows], np.int32),
+            kind=np.array([row.kind for row in rows], np.uint8), width=np.array([row.width for row in rows], np.int32),
+            wants=np.array(wants, np.uint8), tables=tables, restores=restores, captures=captures,
+            starts=tuple(job.start() for job in begin),
+        )
+
+    # --- results ------------------------------------------------------------------------------------------------------
+    def commit(self, step: Step, result: StepResult) -> list[TokenEvent]:
+        """Takes the result of the oldest step in flight; returns the events of its tokens."""
+        number, rows = self.in_flight.popleft()
+        assert number == step.number == result.number, "steps are committed in order"
+        accepted, tokens, bad = result.accepted.tolist(), result.tokens.tolist(), result.bad_layer.tolist()
+        events: list[TokenEvent] = []
+        for i, row in enumerate(rows):
+            job = row.seq
+            if job.dead:
+                self.cache.commit(row, accepted[i])
+                continue
+            if bad[i] >= 0:
+                self._fail(row, accepted[i], bad[i], events)
+                continue
+            sampled = tokens[i][: accepted[i] if row.kind == _VERIFY else 1] if row.final or row.kind == _VERIFY else ()
+            known = len(job.tokens)
+            self.cache.commit(row, accepted[i], sampled)
+            if not job.shared and job.committed >= self._prompt_boundary(job):
+                job.shared = True
+            if sampled:
+                self._tell(job, i, known, sampled, result, events)
+        if self.leaving:
+            self._requeue()
+        return events
+
+    def _tell(self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]) -> None:
+        told, finish, stop = job.accept(known, sampled)
+        self._counts["generated_tokens"] += len(told)
+        event = job.event(told, finish, stop, None, job.logprobs(result.logprobs, row))
+        if finish is None:
+            events.append(event)
+        else:
+            self._end(job, event, events)
+
+    def _fail(self, row: Row, accepted: int, layer: int, events: list[TokenEvent]) -> None:
+        """Ends a sequence that met a value that is not finite. Its prefix is forgotten: it may be where that came from."""
+        job = row.seq
+        error = f"layer {layer} gave a value that is not finite, in a step from position {job.committed} on"
+        self._end(job, job.event([], "error", None, error), events, forget=True)
+        self.cache.commit(row, accepted)
+
+    def _out_of_memory(self, job: Job) -> TokenEvent:
+        have = (self.config.history_blocks - 1) * self.config.block
+        return job.event([], "length", None, f"the cache holds {have} tokens, which {len(job.tokens)} tokens and the next fill")
+
+    def _end(self, job: Job, event: TokenEvent, events: list[TokenEvent] | None = None, *, forget: bool = False) -> None:
+        """The last event of a sequence; its memory goes back once no step names it."""
+        (self.events if events is None else events).append(event)
+        job.shared = True
+        jobs = self.requests[job.request.id]
+        jobs.remove(job)
+        if not jobs:
+            del self.requests[job.request.id]
+        if job in self.leaving:
+            self.leaving.remove(job)
+        elif job.slot:
+            self.running.remove(job)
+            self.cache.release(job, forget=forget)
+        else:
+            self.waiting.remove(job)
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+    def stats(self) -> Stats:
+        """Gauges and counters. Blocks are history blocks, cached ones that nobody holds not among the used."""
+        history = self.cache.history
+        return Stats(
+            running=len(self.running), waiting=len(self.waiting) + len(self.leaving), kv_blocks_used=history.held,
+            kv_blocks_total=history.count - 1, steps=self.number, step_seconds=self.seconds, **self._counts,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError if the books do not balance; when nothing runs, everything is free (I1)."""
+        self.cache.check()
+        live = set(self.cache.live.values())
+        assert set(self.running) == {job for job in live if not job.dead}, "running sequences and slots"
+        assert [job.age for job in self.running] == sorted(job.age for job in self.running), "order of age"
+        assert all(not job.slot for job in self.waiting), "waiting sequences hold nothing"
+        queued: Iterable[Job] = (*self.waiting, *self.running, *self.leaving)
+        assert set(queued) == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
+        if not self.in_flight:
+            assert not any(job.dead for job in live) and not self.leaving, "I1: released and still held"
+        if not self.requests and not self.in_flight:
+            assert not live and not self.cache.history.held and not self.cache.window.held, "I1: held when idle"

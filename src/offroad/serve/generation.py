@@ -1,0 +1,222 @@
+"""From prompts to pieces of text: what both APIs do between a checked body and the shape of an answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from offroad.errors import RequestError
+from offroad.execute.client import EngineClient, NotReady, Subscription
+from offroad.sample.params import SamplingParams
+from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
+from offroad.serve.errors import GenerationFailed
+from offroad.serve.metrics import Metrics
+from offroad.serve.text import Prompt, TextLayer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one event adds to choice `index`. `finish_reason` "stop" or "length" on its last piece."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Choice:
+    """One sequence as far as it has come."""
+
+    stream: Any
+    prompt: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached: int = 0
+    last_token: float | None = None
+
+
+def fit(prompt: Prompt, params: SamplingParams, max_model_len: int, default: int | None, param: str) -> SamplingParams:
+    """The parameters with `max_tokens` set: as asked, else `default`, at most the rest of the context.
+
+    Raises RequestError with code context_length_exceeded and both numbers; `param` is the prompt's field.
+    """
+    used = len(prompt.ids)
+    if used == 0:
+        raise RequestError("the prompt", param=param, found="no tokens", accepted="at least one token")
+    rest = max_model_len - used
+    asked = params.max_tokens
+    if rest < 1 or (asked is not None and asked > rest):
+        more = "" if asked is None else f" and {asked} tokens of completion were asked for ({used + asked} in all)"
+        raise RequestError(
+            f"this model's maximum context length is {max_model_len} tokens, but the prompt has {used}{more}",
+            param="max_tokens" if rest >= 1 else param,
+            code="context_length_exceeded",
+            next="shorten the prompt or lower max_tokens",
+        )
+    if asked is None:
+        asked = min(rest, default or rest)
+    return msgspec.structs.replace(params, max_tokens=asked)
+
+
+class Generation:
+    """The choices of one HTTP request: `params.n` for each prompt, numbered prompt by prompt.
+
+    Made by submitting: raises NotReady, EngineDead or QueueFull, and then nothing has been sent. `close` aborts.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        text: TextLayer,
+        metrics: Metrics,
+        prompts: list[Prompt],
+        params: list[SamplingParams],
+        *,
+        name: str,
+        salt: str,
+        continues: bool,
+    ) -> None:
+        self.prompts, self.params, self._metrics = prompts, params[0], metrics
+        n = self.params.n
+        self.choices = [Choice(text.stream(params[i], continues), i) for i in range(len(prompts)) for _ in range(n)]
+        seed = self.params.seed if self.params.seed is not None else secrets.randbits(63)
+        requests = [
+            Request(
+                id=f"{name}-{i}",
+                prompt_ids=prompt.ids,
+                params=params[i],
+                seed=seed,
+                eos_ids=text.eos_ids,
+                marks=prompt.marks,
+                salt=salt,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        self._base = {request.id: i * n for i, request in enumerate(requests)}
+        self.began = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.began
+        self._subscription: Subscription = client.submit(requests)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Pieces of all choices as they come; ends when every choice has finished.
+
+        Raises GenerationFailed when a sequence has failed, and what ends the requests from outside (EngineDead, ...).
+        """
+        try:
+            async for event in self._subscription:
+                index = self._base[event.request_id] + event.index
+                choice = self.choices[index]
+                if choice.finish_reason is not None:
+                    continue  # it was ended by a stop string while a sibling still runs
+                if (piece := self._take(index, choice, event)) is not None:
+                    yield piece
+                self._abort_if_stopped(event.request_id)
+        finally:
+            self.close()
+
+    async def collect(self) -> None:
+        """Waits until every choice has finished; raises as `pieces`."""
+        async for _ in self.pieces():
+            pass
+
+    def close(self) -> None:
+        """Aborts what has not finished; counts it."""
+        self._subscription.close()
+        for choice in self.choices:
+            if choice.finish_reason is None:
+                choice.finish_reason = "abort"
+                self._metrics.finished("abort", time.perf_counter() - self.began)
+
+    def _take(self, index: int, choice: Choice, event: TokenEvent) -> Piece | None:
+        self._clock(choice, len(event.token_ids))
+        choice.cached = max(choice.cached, event.cached)
+        if event.finish_reason not in (None, "stop", "length"):
+            choice.finish_reason = event.finish_reason
+            self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)
+            if event.finish_reason == "abort":
+                raise NotReady("the engine has aborted the request", found=event.error)
+            raise GenerationFailed("the engine has failed on this request", found=event.error)
+        used = choice.stream.tokens_used
+        delta = choice.stream.push(event.token_ids, ends_with_stop_token=event.finish_reason == "stop")
+        text, stopped, reason = delta.text, delta.stopped, delta.stop_reason
+        if event.finish_reason is not None and not stopped:
+            last = choice.stream.finish()
+            text, stopped, reason = text + last.text, last.stopped, last.stop_reason
+        # Tokens after the one that completed a stop string are no part of the answer.
+        took = choice.stream.tokens_used - used if stopped else len(event.token_ids)
+        ids, logprobs = event.token_ids[:took], (event.logprobs or [])[:took]
+        if stopped:
+            choice.finish_reason, choice.stop_reason = "stop", reason
+        elif event.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
+        choice.text += text
+        choice.token_ids += ids
+        choice.logprobs += logprobs
+        if choice.finish_reason is not None:
+            self._metrics.finished(choice.finish_reason, time.perf_counter() - self.began)
+        elif not text and not ids:
+            return None
+        return Piece(index, text, ids, logprobs, choice.finish_reason, choice.stop_reason)
+
+    def _abort_if_stopped(self, request_id: str) -> None:
+        # The engine knows nothing of stop strings; it is told when no sibling runs any more.
+        base = self._base[request_id]
+        if all(choice.finish_reason for choice in self.choices[base : base + self.params.n]):
+            self._subscription.abort(request_id)
+
+    def _clock(self, choice: Choice, tokens: int) -> None:
+        if not tokens:
+            return
+        now = self.last = time.perf_counter()
+        if choice.last_token is not None:
+            self._metrics.inter_token.observe((now - choice.last_token) / tokens)
+        elif self.first is None:
+            self.first = now
+            self._metrics.first_token.observe(now - self.began)
+        choice.last_token = now
+
+    def _cached(self) -> int:
+        # Siblings resume from the first one's prompt; what was there before this request is the least of them.
+        by_prompt: dict[int, int] = {}
+        for choice in self.choices:
+            by_prompt[choice.prompt] = min(choice.cached, by_prompt.get(choice.prompt, choice.cached))
+        return sum(by_prompt.values())
+
+    def usage(self) -> dict[str, Any]:
+        """The `usage` object. A prompt counts once, however many choices it has; finishing eos tokens count."""
+        prompt = sum(len(p.ids) for p in self.prompts)
+        completion = sum(len(choice.token_ids) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self._cached()},
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """The `timings` extension. `prompt_n`: prompt tokens that were run (not resumed); `prompt_ms`: until the first
+        token, waiting included; `predicted_per_second`: over the tokens after the first ones, null without any."""
+        usage, first = self.usage(), self.first or self.last
+        predicted, seconds = usage["completion_tokens"], self.last - first
+        later = predicted - sum(bool(choice.token_ids) for choice in self.choices)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "prompt_n": usage["prompt_tokens"] - cached,
+            "prompt_ms": round((first - self.began) * 1e3, 3),
+            "predicted_n": predicted,
+            "predicted_ms": round(seconds * 1e3, 3),
+            "predicted_per_second": round(later / seconds, 3) if later > 0 and seconds > 0 else None,
+            "cached_n": cached,
+        }

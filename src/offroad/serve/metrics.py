@@ -1,0 +1,79 @@
+"""Prometheus metrics of one server: latencies seen here, gauges and counters from the engine's last message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from offroad.execute.client import EngineClient
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+_COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens that were run."),
+    ("generation_tokens", "generated_tokens", "Tokens that were generated."),
+    ("prefix_cache_queries", "prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_matched_tokens", "prefix_matched_tokens", "Prompt tokens found in the prefix cache."),
+    (
+        "prefix_cache_resumed_tokens",
+        "prefix_resumed_tokens",
+        "Prompt tokens not run again, since their state was found.",
+    ),
+    ("preemptions", "preemptions", "Sequences that gave up their memory and started again."),
+    ("engine_steps", "steps", "Steps of the engine."),
+    ("engine_step_seconds", "step_seconds", "Seconds spent in steps of the engine."),
+)
+
+
+class _EngineCollector(Collector):
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._client.stats
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield GaugeMetricFamily("offroad_num_requests_running", "Sequences that run.", stats.running)
+        yield GaugeMetricFamily("offroad_num_requests_waiting", "Sequences that wait.", stats.waiting)
+        yield GaugeMetricFamily("offroad_kv_cache_usage_ratio", "Share of the KV blocks in use, 0 to 1.", used)
+        for name, attribute, text in _COUNTERS:
+            yield CounterMetricFamily(f"offroad_{name}", text, getattr(stats, attribute))
+
+
+class Metrics:
+    """One registry for one app, so that several can live in a process."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(client))
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From submission to the first token.", _SECONDS
+        )
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a sequence.", _FAST)
+        self.request = self._histogram(
+            "e2e_request_latency_seconds", "From submission to the end of a choice.", _SECONDS
+        )
+        self._finished = Counter(
+            "offroad_request_success",
+            "Choices that have ended, by reason.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """Counts a choice that ended: "stop", "length", "abort" or "error"."""
+        self._finished.labels(reason).inc()
+        self.request.observe(seconds)
+
+    def text(self) -> bytes:
+        """The exposition for a scrape."""
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"offroad_{name}", text, buckets=buckets, registry=self.registry)

@@ -1,0 +1,176 @@
+"""The routes of the OpenAI API: /v1/chat/completions, /v1/completions, /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from offroad.errors import OffroadError
+from offroad.serve.errors import ModelUnknown, body_of, error_body, json_response
+from offroad.serve.generation import Generation, Piece, fit
+from offroad.serve.protocol import ChatRequest, CompletionRequest, parse
+from offroad.serve.service import Service
+from offroad.serve.shapes import ChatShape, CompletionShape, Shape
+from offroad.serve.stream import (
+    DONE,
+    PING,
+    PING_SECONDS,
+    Ahead,
+    Disconnected,
+    EventStream,
+    event,
+    read_body,
+    while_connected,
+)
+from offroad.serve.text import Prompt, template_options
+
+log = logging.getLogger("offroad.serve")
+_CLIENT_GONE = 499
+
+
+def routes(service: Service) -> APIRouter:
+    """The router of one server."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        body = parse(await read_body(request), ChatRequest)
+        return await _answer(service, request, body, _chat)
+
+    @router.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse(await read_body(request), CompletionRequest)
+        return await _answer(service, request, body, _completions)
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [service.card()]})
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        _check_model(service, model)
+        return json_response(service.card())
+
+    return router
+
+
+def _check_model(service: Service, model: str | None) -> None:
+    if model is not None and model != service.name:
+        raise ModelUnknown(
+            "the model is not served here", param="model", code="model_not_found", found=model, accepted=service.name
+        )
+
+
+async def _answer(service: Service, request: Request, body: ChatRequest | CompletionRequest, begin) -> Response:
+    service.client.require_ready()
+    _check_model(service, body.model)
+    try:
+        generation, shape = await while_connected(request.receive, begin(service, body))
+    except Disconnected:
+        return Response(status_code=_CLIENT_GONE)
+    if body.stream:
+        return await _streamed(request, generation, shape, body.include_usage)
+    try:
+        await while_connected(request.receive, generation.collect())
+    except Disconnected:
+        return Response(status_code=_CLIENT_GONE)
+    finally:
+        generation.close()
+    return json_response(shape.answer(generation))
+
+
+async def _chat(service: Service, body: ChatRequest) -> tuple[Generation, Shape]:
+    text, info = service.text, service.client.info
+    params = body.sampling(text.generation, info.vocab)
+    goes_on = bool(body.continue_final_message)
+    opens = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    options = template_options(body.chat_template_kwargs, add_generation_prompt=opens, continue_final_message=goes_on)
+    prompt = await asyncio.to_thread(text.chat, [message.plain() for message in body.messages], **options)
+    params = fit(prompt, params, info.max_model_len, text.generation.get("max_new_tokens"), "messages")
+    name = f"chatcmpl-{secrets.token_hex(12)}"
+    shape = ChatShape(
+        text,
+        id=name,
+        model=service.name,
+        fingerprint=info.plan_fingerprint,
+        top=params.logprobs,
+        ids=bool(body.return_token_ids),
+    )
+    return service.generation([prompt], [params], name=name, salt=body.cache_salt or "", continues=False), shape
+
+
+async def _completions(service: Service, body: CompletionRequest) -> tuple[Generation, Shape]:
+    text, info = service.text, service.client.info
+    sampling = body.sampling(text.generation, info.vocab)
+    given = body.prompts(info.vocab)
+    service.client.require_ready(len(given))
+    special = body.add_special_tokens is not False
+
+    def encode() -> list[Prompt]:
+        return [Prompt(p) if isinstance(p, list) else text.prompt(p, special) for p in given]
+
+    prompts = await asyncio.to_thread(encode)
+    params = [fit(prompt, sampling, info.max_model_len, None, "prompt") for prompt in prompts]
+    name = f"cmpl-{secrets.token_hex(12)}"
+    shape = CompletionShape(
+        text,
+        echo=bool(body.echo),
+        id=name,
+        model=service.name,
+        fingerprint=info.plan_fingerprint,
+        top=sampling.logprobs,
+        ids=bool(body.return_token_ids),
+    )
+    return service.generation(prompts, params, name=name, salt=body.cache_salt or "", continues=True), shape
+
+
+async def _streamed(request: Request, generation: Generation, shape: Shape, include_usage: bool) -> Response:
+    """A stream, or the error with its status if the request fails before anything was sent."""
+    pieces = Ahead(generation.pieces())
+
+    async def close() -> None:
+        await pieces.aclose()
+        generation.close()
+
+    try:
+        await while_connected(request.receive, pieces.ready(PING_SECONDS))
+        pieces.raise_if_failed()
+    except Disconnected:
+        await close()
+        return Response(status_code=_CLIENT_GONE)
+    except BaseException:
+        await close()
+        raise
+    return EventStream(_frames(pieces, generation, shape, include_usage), close)
+
+
+async def _frames(
+    pieces: Ahead[Piece], generation: Generation, shape: Shape, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """The events of a stream; one that fails ends with an error event. `[DONE]` comes last in any case."""
+    try:
+        for chunk in shape.opening(generation):
+            yield event(chunk)
+        while True:
+            if not await pieces.ready(PING_SECONDS):
+                yield PING
+                continue
+            try:
+                piece = await anext(pieces)
+            except StopAsyncIteration:
+                break
+            yield event(shape.chunk(piece))
+        if include_usage:
+            yield event(shape.usage_chunk(generation))
+    except OffroadError as error:
+        yield event(body_of(error))
+    except Exception as error:
+        log.error("a defect while streaming", exc_info=error)
+        yield event(error_body(500, f"internal error: {type(error).__name__}", code="internal_error"))
+    yield DONE

@@ -1,0 +1,168 @@
+"""`serve`: the HTTP port, the engine behind it, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from offroad.errors import SettingsError
+from offroad.execute.client import EngineClient
+from offroad.execute.messages import EngineInfo
+from offroad.serve.app import create_app
+from offroad.serve.service import MakeText, Service
+from offroad.serve.text import ModelText
+from offroad.settings import Settings
+
+log = logging.getLogger("offroad.serve")
+_BACKLOG = 2048
+# Answers that were complete at the end of the drain are still being written for so long.
+_FLUSH_SECONDS = 5
+Progress = Callable[[str, float, str], None]
+
+
+def serve(
+    settings: Settings,
+    on_ready: Callable[[str, EngineInfo], None] | None = None,
+    progress: Progress | None = None,
+    *,
+    client: EngineClient | None = None,
+    make_text: MakeText = ModelText,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish for up to `drain_seconds`; a second signal ends
+    it at once (SystemExit, 128 + signal). The port is open while the model loads. Call from the main thread.
+
+    Raises SettingsError for a port or an address that cannot be had, and the OffroadError of a load that fails.
+    """
+    sock = bind(settings)
+    client = client or EngineClient(settings)
+    code = asyncio.run(_Run(settings, Service(settings, client, make_text), sock, on_ready, progress).run())
+    if code:
+        raise SystemExit(code)
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A listening socket at host and port. Raises SettingsError."""
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise SettingsError(
+            "--host", found=settings.host, accepted="an address of this machine", next=str(error)
+        ) from error
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise SettingsError(
+                "--port",
+                found=f"{settings.port}, which another program uses",
+                accepted="a free port",
+                next=f"end that program, or try --port {min(settings.port + 1, 65535)}",
+            ) from error
+        raise SettingsError(
+            "--host and --port",
+            found=f"{settings.host}:{settings.port} ({error.strerror})",
+            accepted="an address and port that this user may listen on",
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The address to paste into a client."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Http(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Signals are ours: uvicorn would stop listening before the running requests have finished.
+        yield
+
+
+class _Run:
+    """One run of the server, from the open port to the end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        service: Service,
+        sock: socket.socket,
+        on_ready: Callable[[str, EngineInfo], None] | None,
+        progress: Progress | None,
+    ) -> None:
+        self.settings, self.service, self.sock = settings, service, sock
+        self.on_ready, self.progress = on_ready, progress
+        config = uvicorn.Config(
+            create_app(service),
+            lifespan="off",
+            log_level="warning" if settings.log_level == "info" else settings.log_level,
+            access_log=settings.log_level == "debug",
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            timeout_keep_alive=30,
+        )
+        self.http = _Http(config)
+        self.stop, self.at_once = asyncio.Event(), asyncio.Event()
+        self.code = 0
+
+    async def run(self) -> int:
+        """Serves until told to stop; the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal, number)
+        url = url_of(self.sock)
+        http = asyncio.create_task(self.http.serve(sockets=[self.sock]))
+        stop = asyncio.create_task(self.stop.wait())
+        load = asyncio.create_task(self.service.start(self.progress))
+        try:
+            await asyncio.wait((http, stop, load), return_when=asyncio.FIRST_COMPLETED)
+            if load.done() and not stop.done():
+                load.result()
+                if self.on_ready is not None:
+                    self.on_ready(url, self.service.client.info)
+                await asyncio.wait((http, stop), return_when=asyncio.FIRST_COMPLETED)
+            if not http.done():
+                await self._drain()
+        finally:
+            await self._end(http, load)
+            stop.cancel()
+        return self.code
+
+    def _signal(self, number: int) -> None:
+        if not self.stop.is_set():
+            log.warning("%s: finishing running requests; once more to end at once", signal.Signals(number).name)
+            self.stop.set()
+            return
+        self.code = 128 + number
+        self.service.client.kill()
+        self.http.force_exit = self.http.should_exit = True
+        self.at_once.set()
+
+    async def _drain(self) -> None:
+        drain = asyncio.create_task(self.service.client.drain(self.settings.drain_seconds))
+        at_once = asyncio.create_task(self.at_once.wait())
+        await asyncio.wait((drain, at_once), return_when=asyncio.FIRST_COMPLETED)
+        if drain.done() and not drain.result():
+            log.warning("requests that still ran after %g s were ended", self.settings.drain_seconds)
+        drain.cancel()
+        at_once.cancel()
+
+    async def _end(self, http: asyncio.Task[None], load: asyncio.Task[None]) -> None:
+        """Closes the port and the engine; a load that was under way ends with it."""
+        self.http.should_exit = True
+        await http
+        await self.service.client.close()
+        # Its error is known already, or is that it was told to end.
+        await asyncio.gather(load, return_exceptions=True)

@@ -1,0 +1,166 @@
+"""The shapes of answers: OpenAI's objects for chat and completions, whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from offroad.schedule.request import TokenLogprobs
+from offroad.serve.generation import Choice, Generation, Piece
+from offroad.serve.text import TextLayer
+
+# JSON has no infinity, and a filtered token has a log-probability of minus infinity.
+_LEAST = -9999.0
+
+
+class Shape:
+    """What an answer has in both APIs. `ids` asks for token ids, `top` for that many log-probabilities (None: none)."""
+
+    def __init__(self, text: TextLayer, *, id: str, model: str, fingerprint: str, top: int | None, ids: bool) -> None:
+        self.text, self.top, self.ids = text, top, ids
+        self._head = {"id": id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+
+    whole: str
+    chunked: str
+
+    def answer(self, generation: Generation) -> dict[str, Any]:
+        """The object of an answer that is not streamed."""
+        choices = [self._choice(i, choice, generation) for i, choice in enumerate(generation.choices)]
+        body = {**self._head, "object": self.whole, "choices": choices, "usage": generation.usage()}
+        if self.ids and self.whole == "chat.completion":
+            body["prompt_token_ids"] = generation.prompts[0].ids
+        return body | {"timings": generation.timings()}
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """Chunks that come before any token."""
+        raise NotImplementedError
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """The chunk of one piece."""
+        raise NotImplementedError
+
+    def usage_chunk(self, generation: Generation) -> dict[str, Any]:
+        """The last chunk of a stream that asked for usage: no choices."""
+        return self._chunk([], usage=generation.usage(), timings=generation.timings())
+
+    def _choice(self, index: int, choice: Choice, generation: Generation) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head, "object": self.chunked, "choices": choices, **more}
+
+    def _end(self, thing: Choice | Piece) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": thing.finish_reason, "stop_reason": thing.stop_reason}
+        return end | ({"token_ids": thing.token_ids} if self.ids else {})
+
+    def _best(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
+        return [(id, max(value, _LEAST)) for id, value in entry.top[: self.top]]
+
+
+class ChatShape(Shape):
+    """`chat.completion` and `chat.completion.chunk`."""
+
+    whole, chunked = "chat.completion", "chat.completion.chunk"
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """The role of each choice; the first chunk also has the prompt's ids if they were asked for."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [
+            self._chunk([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i in range(len(generation.choices))
+        ]
+        if self.ids:
+            chunks[0]["prompt_token_ids"] = generation.prompts[0].ids
+        return chunks
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+        logprobs = self._logprobs(piece.token_ids, piece.logprobs)
+        return self._chunk([{"index": piece.index, "delta": delta, "logprobs": logprobs, **self._end(piece)}])
+
+    def _choice(self, index: int, choice: Choice, generation: Generation) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, **self._end(choice)}
+
+    def _logprobs(self, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+        if self.top is None:
+            return None
+        content = [
+            self._token(id, max(entry.logprob, _LEAST))
+            | {"top_logprobs": [self._token(i, v) for i, v in self._best(entry)]}
+            for id, entry in zip(ids, entries, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text.token_text(id), "logprob": logprob, "bytes": list(self.text.token_bytes(id))}
+
+
+class CompletionShape(Shape):
+    """`text_completion`. With `echo` each choice begins with its prompt's text."""
+
+    whole = chunked = "text_completion"
+
+    def __init__(self, text: TextLayer, *, echo: bool, **more: Any) -> None:
+        super().__init__(text, **more)
+        self._echo = echo
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, generation: Generation) -> list[dict[str, Any]]:
+        """The echoed prompts and the prompts' ids, where they were asked for."""
+        if not (self._echo or self.ids):
+            return []
+        blank = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+        return [
+            self._chunk(
+                [
+                    {
+                        "index": i,
+                        "text": self._prefix(choice, generation),
+                        **blank,
+                        **self._prompt_ids(choice, generation),
+                    }
+                ]
+            )
+            for i, choice in enumerate(generation.choices)
+        ]
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        logprobs = self._logprobs(piece.index, piece.token_ids, piece.logprobs)
+        return self._chunk([{"index": piece.index, "text": piece.text, "logprobs": logprobs, **self._end(piece)}])
+
+    def _choice(self, index: int, choice: Choice, generation: Generation) -> dict[str, Any]:
+        text = self._prefix(choice, generation) + choice.text
+        logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
+        end = self._end(choice) | self._prompt_ids(choice, generation)
+        return {"index": index, "text": text, "logprobs": logprobs, **end}
+
+    def _prefix(self, choice: Choice, generation: Generation) -> str:
+        if not self._echo:
+            return ""
+        prompt = generation.prompts[choice.prompt]
+        return self.text.decode(prompt.ids) if prompt.text is None else prompt.text
+
+    def _prompt_ids(self, choice: Choice, generation: Generation) -> dict[str, Any]:
+        return {"prompt_token_ids": generation.prompts[choice.prompt].ids} if self.ids else {}
+
+    def _logprobs(self, index: int, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+        if self.top is None:
+            return None
+        tokens, offsets = [self.text.token_text(id) for id in ids], []
+        offset = self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        chosen = [max(entry.logprob, _LEAST) for entry in entries]
+        best = []
+        for token, value, entry in zip(tokens, chosen, entries, strict=True):
+            # Two ids may have the same text: the better one stays. The chosen token is always there.
+            by_text: dict[str, float] = {}
+            for id, logprob in self._best(entry):
+                by_text.setdefault(self.text.token_text(id), logprob)
+            by_text.setdefault(token, value)
+            best.append(by_text)
+        return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": best, "text_offset": offsets}

@@ -1,0 +1,85 @@
+"""The text side of a loaded model: prompts to tokens and tokens to text, made once the engine has sent the files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from offroad.errors import RequestError
+from offroad.sample.params import SamplingParams
+from offroad.weights.source import TokenizerFiles
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in tokens, and as text where it came as text. `marks`: prefix lengths worth a checkpoint."""
+
+    ids: list[int]
+    text: str | None = None
+    marks: tuple[int, ...] = ()
+
+
+class TextLayer(Protocol):
+    """What the server needs of `text/`. The methods that make prompts may be called from any thread."""
+
+    generation: dict[str, Any]
+    eos_ids: tuple[int, ...]
+
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt: ...
+
+    def prompt(self, text: str, add_special: bool) -> Prompt: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+    def token_text(self, id: int) -> str: ...
+
+    def token_bytes(self, id: int) -> bytes: ...
+
+    def stream(self, params: SamplingParams, continues: bool) -> Any: ...
+
+
+class ModelText:
+    """The text layer of a checkpoint. Raises ModelError or SettingsError for files that cannot be used."""
+
+    def __init__(self, files: TokenizerFiles, chat_template: str | None) -> None:
+        from offroad.text.chat_template import ChatTemplate
+        from offroad.text.tokenizer import Tokenizer
+
+        self._tokenizer = Tokenizer(files)
+        self._template = ChatTemplate(files, chat_template)
+        self.generation, self.eos_ids = files.generation, tuple(self._tokenizer.eos_ids)
+        self.decode = self._tokenizer.decode
+        self.token_text, self.token_bytes = self._tokenizer.token_text, self._tokenizer.token_bytes
+
+    def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt:
+        """The prompt of a conversation. Raises RequestError when the template refuses it."""
+        from offroad.text.chat_template import encode_with_marks
+
+        rendered = self._template.render(messages, **options)
+        ids, marks = encode_with_marks(self._tokenizer, rendered)
+        return Prompt(list(ids), rendered.text, tuple(marks))
+
+    def prompt(self, text: str, add_special: bool) -> Prompt:
+        return Prompt(list(self._tokenizer.encode(text, add_special)), text)
+
+    def stream(self, params: SamplingParams, continues: bool) -> Any:
+        from offroad.text.detokenize import OutputStream
+
+        return OutputStream(self._tokenizer, params, continues=continues)
+
+
+def template_options(kwargs: dict[str, Any] | None, **named: bool | None) -> dict[str, Any]:
+    """Keyword arguments for a template: the request's own fields over its `chat_template_kwargs`.
+
+    Raises RequestError when the two name the same thing.
+    """
+    options = {name: value for name, value in named.items() if value is not None}
+    twice = sorted(options.keys() & (kwargs or {}).keys() | {"tools", "messages"} & (kwargs or {}).keys())
+    if twice:
+        raise RequestError(
+            "chat_template_kwargs",
+            param="chat_template_kwargs",
+            found=twice[0],
+            accepted="variables that are not fields of the request",
+        )
+    return (kwargs or {}) | options

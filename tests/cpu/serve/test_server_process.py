@@ -1,0 +1,166 @@
+"""The whole server in its own process: start, failure to start, drain, second signal, death of the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from offroad.errors import SettingsError
+from offroad.serve.server import bind, url_of
+from offroad.settings import Settings
+
+PROGRAM = Path(__file__).parent / "serve_fake.py"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextmanager
+def running(model: str = "fake", drain: float = 10, factory: str = "FakeEngine", port: int = 0):
+    command = [sys.executable, str(PROGRAM), model, str(drain), factory, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready(process) -> tuple[str, int]:
+    word, url, worker, length = process.stdout.readline().split()
+    assert (word, length) == ("ready", "512")
+    return url, int(worker)
+
+
+def gone(pid: int) -> bool:
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+class Running:
+    """A request in a thread: its text so far, and its end."""
+
+    def __init__(self, url: str, body: dict) -> None:
+        self.text, self.error, self.first = "", None, threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(url, body))
+        self.thread.start()
+        assert self.first.wait(10)
+
+    def _run(self, url: str, body: dict) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=20) as answer:
+                for piece in answer.iter_text():
+                    self.text += piece
+                    self.first.set()
+        except httpx.HTTPError as error:
+            self.error = error
+        self.first.set()
+
+    def events(self) -> list[str]:
+        self.thread.join(20)
+        return [e.removeprefix("data: ") for e in self.text.split("\n\n") if e]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_drain_finishes_what_runs(number):
+    with running() as process:
+        url, worker = ready(process)
+        request = Running(url, {"prompt": "abc", "max_tokens": 200})
+        process.send_signal(number)
+        time.sleep(0.1)
+        assert httpx.get(f"{url}/health").json()["status"] == "draining"
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "abc"}).status_code == 503
+        events = request.events()
+        assert request.error is None
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(10) == 0
+        assert gone(worker)
+        assert process.stderr.read().count("\n") == 1  # the one line that says what happens now
+
+
+def test_drain_that_takes_too_long_ends_with_an_error_event():
+    with running(drain=0.2) as process:
+        url, _ = ready(process)
+        request = Running(url, {"prompt": "abc!", "max_tokens": 500})
+        process.send_signal(signal.SIGTERM)
+        events = request.events()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["error"]["code"] == "engine_unavailable"
+        assert process.wait(10) == 0
+
+
+def test_second_signal_ends_at_once():
+    with running(drain=60) as process:
+        url, worker = ready(process)
+        request = Running(url, {"prompt": "abc", "max_tokens": 500})
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < 3
+        assert gone(worker)
+        request.events()
+
+
+def test_port_is_open_while_loading_and_a_signal_ends_the_load():
+    port = free_port()
+    with running(factory="VerySlowLoad", port=port) as process:
+        for _ in range(200):
+            try:
+                answer = httpx.get(f"http://127.0.0.1:{port}/health")
+                break
+            except httpx.ConnectError:
+                time.sleep(0.02)
+        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.stdout.read() == ""
+
+
+def test_death_of_the_engine_leaves_a_server_that_says_so():
+    with running() as process:
+        url, worker = ready(process)
+        request = Running(url, {"prompt": "abc", "max_tokens": 500})
+        os.kill(worker, signal.SIGKILL)
+        assert "SIGKILL" in json.loads(request.events()[-2])["error"]["message"]
+        health = httpx.get(f"{url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+
+
+def test_failure_to_load_is_the_error_of_the_engine():
+    with running(model="broken") as process:
+        assert process.stdout.readline() == "error weights; found: holes; accepted: none; next: pull again\n"
+        assert process.wait(10) == 2
+
+
+def test_port_in_use_and_unknown_host():
+    with bind(Settings(model="m", port=0)) as taken:
+        port = taken.getsockname()[1]
+        assert url_of(taken) == f"http://127.0.0.1:{port}"
+        with pytest.raises(SettingsError, match=f"--port.*{port}"):
+            bind(Settings(model="m", port=port))
+    with pytest.raises(SettingsError, match="--host"):
+        bind(Settings(model="m", host="203.0.113.7", port=0))

@@ -1,0 +1,196 @@
+import json
+
+import pytest
+from small_tokenizers import byte_level, files
+
+from offroad.errors import RequestError, SettingsError
+from offroad.text import chat_template as module
+from offroad.text.chat_template import ChatTemplate, encode_with_marks
+from offroad.text.tokenizer import Tokenizer
+
+CHATML = """{{- bos_token }}
+{%- for m in messages %}
+{{- '<|user|>' + m.role + '\n' + m.content + '</s>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|user|>assistant\n' }}
+{%- endif %}"""
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "the cat"},
+    {"role": "assistant", "content": "sat"},
+    {"role": "user", "content": "on"},
+]
+
+
+def template(source, **more):
+    return ChatTemplate(files("", chat_template=source), **more)
+
+
+def shown(source, messages=TALK, **more):
+    return template(source).render(messages, **more).text
+
+
+def test_blocks_are_trimmed_and_tokens_known():
+    assert shown(CHATML, TALK[:2]) == (
+        "<s><|user|>system\nBe brief.</s>\n<|user|>user\nthe cat</s>\n<|user|>assistant\n"
+    )
+    assert shown(CHATML, TALK[:1], add_generation_prompt=False) == "<s><|user|>system\nBe brief.</s>\n"
+
+
+def test_helpers_that_templates_use():
+    assert shown("{{ {'a': '<é>', 'b': [1]} | tojson }}") == '{"a": "<é>", "b": [1]}'
+    assert shown("{{ {'b': 1} | tojson(indent=2) }}") == '{\n  "b": 1\n}'
+    assert shown("{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}x{% endfor %}") == "xx"
+    assert shown("{% generation %}a{{ messages | length }}{% endgeneration %}b") == "a4b"
+    assert len(shown("{{ strftime_now('%Y-%m-%d') }}")) == 10
+    assert shown("{{ thinking }}{{ tools is none }}", thinking=False) == "FalseTrue"
+    assert shown("{{ tools[0].function.name }}", tools=[{"type": "function", "function": {"name": "f"}}]) == "f"
+
+
+def test_marks_are_ends_of_the_system_part_and_user_turns():
+    rendered = template(CHATML).render(TALK)
+    ends = ["Be brief.</s>\n", "the cat</s>\n", "\non</s>\n"]
+    assert rendered.marks == tuple(rendered.text.index(e) + len(e) for e in ends)
+
+
+def test_a_later_turn_finds_the_marks_of_an_earlier_one():
+    first = template(CHATML).render(TALK[:2])
+    second = template(CHATML).render(TALK)
+    assert set(first.marks) <= set(second.marks)
+    assert all(first.text[:m] == second.text[:m] for m in first.marks)
+
+
+def test_a_prefix_that_renders_otherwise_has_no_mark():
+    last_only = "{{ messages | length }}{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert template(last_only).render(TALK, add_generation_prompt=False).marks == ()
+
+
+def test_a_system_part_inside_the_first_user_turn_is_marked():
+    source = (
+        "{% if messages[0].role == 'system' %}{% set sys = messages[0].content %}{% set rest = messages[1:] %}"
+        "{% if not rest %}{{ raise_exception('needs a user') }}{% endif %}{% endif %}"
+        "{% for m in rest %}[{{ sys + ' ' if loop.first else '' }}{{ m.content }}]{% endfor %}"
+    )
+    rendered = template(source).render(TALK)
+    assert rendered.text[: rendered.marks[0]] == "[Be brief. "
+
+
+def test_only_the_latest_turns_are_marked():
+    talk = [{"role": r, "content": "x"} for _ in range(20) for r in ("user", "assistant")]
+    assert len(template(CHATML).render(talk).marks) <= module.MARKED_TURNS + 1
+
+
+def test_marks_in_tokens():
+    tokenizer = Tokenizer(files(byte_level()))
+    rendered = template(CHATML).render(TALK)
+    ids, marks = encode_with_marks(tokenizer, rendered)
+    assert ids == tokenizer.encode(rendered.text, add_special=False)
+    assert ids.count(tokenizer.bos_id) == 1
+    assert len(marks) == len(rendered.marks) == 3
+    for mark, chars in zip(marks, rendered.marks, strict=True):
+        assert tokenizer.decode(ids[:mark], skip_special=False) == rendered.text[:chars]
+
+
+def test_a_mark_inside_a_token_is_left_out():
+    tokenizer = Tokenizer(files(byte_level()))
+    text = "the cat"
+    inside = [
+        m
+        for m in range(1, len(text))
+        if text[:m] not in {tokenizer.decode(tokenizer.encode(text)[:k]) for k in range(10)}
+    ]
+    assert inside
+    assert encode_with_marks(tokenizer, module.Rendered(text, tuple(inside)))[1] == ()
+
+
+def test_content_parts_are_joined_and_others_refused():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert shown("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    with pytest.raises(RequestError, match="image_url") as e:
+        shown(CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    assert e.value.param == "messages"
+
+
+def test_tool_calls_reach_the_template_as_objects():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    source = "{{ messages[0].content }}{{ messages[0].tool_calls[0].function.arguments.x }}"
+    assert shown(source, talk) == "1"
+    call["function"]["arguments"] = "{x"
+    with pytest.raises(RequestError, match="JSON"):
+        shown(source, talk)
+
+
+def test_the_final_message_is_continued():
+    talk = [*TALK[:2], {"role": "assistant", "content": "It sat "}]
+    text = template(CHATML).render(talk, add_generation_prompt=False, continue_final_message=True).text
+    assert text.endswith("<|user|>assistant\nIt sat ")
+    with pytest.raises(RequestError, match="exclude"):
+        template(CHATML).render(talk, continue_final_message=True)
+    with pytest.raises(RequestError, match="final assistant message"):
+        template(CHATML).render(TALK, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_without_a_template_the_next_step_is_named():
+    with pytest.raises(RequestError, match=r"/v1/completions.*--chat-template"):
+        template(None).render(TALK)
+    with pytest.raises(RequestError, match="does not compile"):
+        template("{% if %}").render(TALK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('only user') }}",
+        "{{ nothing.x }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ 'x' * 10000000000 }}",
+        "{{ 2 ** 100000000 }}",
+        "{% for i in range(1000000000) %}{% endfor %}",
+    ],
+)
+def test_errors_of_a_template_are_the_requests(source):
+    with pytest.raises(RequestError) as e:
+        shown(source)
+    assert e.value.param == "messages"
+
+
+def test_output_and_time_are_limited(monkeypatch):
+    monkeypatch.setattr(module, "MAX_CHARS", 100)
+    with pytest.raises(RequestError, match="too long"):
+        shown("{% for i in range(1000) %}abc{% endfor %}")
+    monkeypatch.setattr(module, "MAX_SECONDS", -1.0)
+    with pytest.raises(RequestError, match="takes too long"):
+        shown("{% for i in range(10) %}a{% endfor %}")
+
+
+def test_variables_of_the_caller_do_not_replace_ours():
+    with pytest.raises(RequestError) as e:
+        shown(CHATML, bos_token="x")
+    assert e.value.param == "chat_template_kwargs"
+    with pytest.raises(RequestError, match="empty"):
+        shown(CHATML, [])
+    with pytest.raises(RequestError, match="role"):
+        shown(CHATML, [{"content": "x"}])
+
+
+def test_override(tmp_path):
+    path = tmp_path / "t.jinja"
+    path.write_text("file {{ messages[0].content }}")
+    assert template(CHATML, override=str(path)).render(TALK).text == "file Be brief."
+    assert template(None, override="text {{ messages[0].content }}").render(TALK).text == "text Be brief."
+    with pytest.raises(SettingsError, match="readable file"):
+        template(None, override=str(tmp_path / "none.jinja"))
+    with pytest.raises(SettingsError, match="compile"):
+        template(None, override="{% if %}{{ x }}")
+
+
+def test_same_rendering_as_transformers():
+    render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    tools = [{"type": "function", "function": {"name": "ä", "parameters": {"type": "object", "properties": {}}}}]
+    source = CHATML + "{% for t in tools or [] %}\n  {{- t | tojson(indent=2) }}{% endfor %}"
+    theirs, _ = render([TALK], tools=tools, chat_template=source, add_generation_prompt=True, bos_token="<s>")
+    assert shown(source, tools=tools) == theirs[0]
+    assert json.dumps("ä", ensure_ascii=False) in theirs[0]
