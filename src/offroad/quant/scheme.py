@@ -135,7 +135,10 @@ def canonical(stored: Stored) -> Packed:
     layout, group, size, unpack = _AFFINE[kind]
     q, s, m = unpack(stored.data.numpy().reshape(n, -1, size))
     per_row = k // 2 if layout == "affine4" else k
-    tensors = {"q": torch.from_numpy(q.reshape(n, per_row)), "s": torch.from_numpy(np.ascontiguousarray(s.reshape(n, -1)))}
+    tensors = {
+        "q": torch.from_numpy(q.reshape(n, per_row)),
+        "s": torch.from_numpy(np.ascontiguousarray(s.reshape(n, -1))),
+    }
     if m is not None:
         tensors["m"] = torch.from_numpy(np.ascontiguousarray(m.reshape(n, -1)))
     return Packed(layout, n, k, tensors, group)
@@ -158,7 +161,8 @@ def to_dense(packed: Packed, dtype: torch.dtype) -> Packed:
 
 def widen(packed: Packed, group: int) -> Packed:
     """An affine weight as `affine8` with groups of `group` weights (which must divide its own): the same values."""
-    assert packed.layout in ("affine4", "affine8") and packed.group % group == 0, (packed.layout, packed.group, group)
+    assert packed.layout in ("affine4", "affine8"), packed.layout
+    assert packed.group % group == 0, (packed.group, group)
     tensors = dict(packed.tensors)
     if packed.layout == "affine4":
         q = tensors["q"]
@@ -172,7 +176,7 @@ def widen(packed: Packed, group: int) -> Packed:
 def fuse(parts: list[Packed]) -> Packed:
     """The parts stacked along n, in the layout that `layout_of` foretells. Exact, except that a dense part turns the
     others into fp32."""
-    assert parts and len({part.k for part in parts}) == 1, [part.k for part in parts]
+    assert len({part.k for part in parts}) == 1, [part.k for part in parts]
     if len(parts) == 1:
         return parts[0]
     layouts = {part.layout for part in parts}
@@ -186,7 +190,9 @@ def fuse(parts: list[Packed]) -> Packed:
     tensors = {name: torch.cat([_or_zero(part, name) for part in parts]) for name in sorted(names)}
     biases = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "a bias on some parts only"
-    return replace(parts[0], n=sum(part.n for part in parts), tensors=tensors, bias=torch.cat(biases) if biases else None)
+    return replace(
+        parts[0], n=sum(part.n for part in parts), tensors=tensors, bias=torch.cat(biases) if biases else None
+    )
 
 
 def _or_zero(part: Packed, name: str) -> torch.Tensor:

@@ -20,7 +20,9 @@ FAMILIES = {
 }
 _GEMMA3_PATTERN = 6  # five sliding layers to one full, in every Gemma-3 (llama.cpp has it as a constant too)
 _GEMMA3_27B_LAYERS = 62  # the one size whose queries are scaled by hidden / heads and not by the head's size
-_HARMLESS = frozenset(("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length"))
+_HARMLESS = frozenset(
+    ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.original_context_length")
+)
 
 
 class _Fields:
@@ -45,23 +47,37 @@ class _Fields:
     def expect(self, name: str, kind: type, accepted: Any) -> None:
         value = self.get(name, kind, accepted)
         if value != accepted:
-            raise ModelError(f"{self.file.where}: metadata {self.prefix + name!r}", found=value, accepted=str(accepted),
-                             next="this variant is not implemented")
+            raise ModelError(
+                f"{self.file.where}: metadata {self.prefix + name!r}",
+                found=value,
+                accepted=str(accepted),
+                next="this variant is not implemented",
+            )
 
     def done(self) -> None:
         names = {key.removeprefix(self.prefix) for key in self.file.metadata if key.startswith(self.prefix)}
         if unread := sorted(names - self.read - _HARMLESS):
-            found = ", ".join(f"{self.prefix}{name}={str(self.file.metadata[self.prefix + name])[:40]}" for name in unread[:5])
-            raise ModelError(f"{self.file.where}: unknown metadata", found=found, accepted="keys that offroad implements",
-                             next="report the model; it may compute something else")
+            found = ", ".join(
+                f"{self.prefix}{name}={str(self.file.metadata[self.prefix + name])[:40]}" for name in unread[:5]
+            )
+            raise ModelError(
+                f"{self.file.where}: unknown metadata",
+                found=found,
+                accepted="keys that offroad implements",
+                next="report the model; it may compute something else",
+            )
 
 
 def architecture_of(file: GgufFile) -> str:
     """`general.architecture`, one of FAMILIES. Raises ModelError that lists the known ones."""
     name = file.metadata.get("general.architecture")
     if name not in FAMILIES:
-        raise ModelError(f"{file.where}: general.architecture", found=repr(name), accepted=", ".join(FAMILIES),
-                         next="serve a model of one of these families")
+        raise ModelError(
+            f"{file.where}: general.architecture",
+            found=repr(name),
+            accepted=", ".join(FAMILIES),
+            next="serve a model of one of these families",
+        )
     return name
 
 
@@ -84,8 +100,13 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     fields.expect("expert_count", int, 0)
     fields.expect("expert_used_count", int, 0)
     config: dict[str, Any] = {
-        "architectures": [name], "model_type": model_type, "hidden_size": hidden, "num_attention_heads": heads,
-        "num_hidden_layers": fields.get("block_count", int), "head_dim": head_dim, "vocab_size": embedding.shape[0],
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": fields.get("block_count", int),
+        "head_dim": head_dim,
+        "vocab_size": embedding.shape[0],
         "num_key_value_heads": fields.get("attention.head_count_kv", int, heads),
         "intermediate_size": fields.get("feed_forward_length", int),
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon", float),
@@ -106,9 +127,12 @@ def _gemma3(fields: _Fields, config: dict[str, Any]) -> dict[str, Any]:
     full = fields.get("attention.sliding_window_pattern", int, _GEMMA3_PATTERN)
     if full < 1:
         raise ModelError("gemma3.attention.sliding_window_pattern", found=full, accepted="1 or more")
-    scalar = config["hidden_size"] // config["num_attention_heads"] if count == _GEMMA3_27B_LAYERS else config["head_dim"]
+    scalar = (
+        config["hidden_size"] // config["num_attention_heads"] if count == _GEMMA3_27B_LAYERS else config["head_dim"]
+    )
     gemma = {
-        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
         "sliding_window": fields.get("attention.sliding_window", int),
         "rope_local_base_freq": fields.get("rope.freq_base_swa", float, 10_000.0),
         "layer_types": ["sliding_attention" if (i + 1) % full else "full_attention" for i in range(count)],
@@ -137,29 +161,49 @@ def _llama3(file: GgufFile, base: float, dim: int) -> dict[str, Any]:
     """Llama-3's scaling, of which a GGUF only holds the resulting factors: the parameters that reproduce them."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.kind != "f32" or tensor.shape != (dim // 2,):
-        raise ModelError(f"{file.where}: rope_freqs.weight", found=f"{tensor.kind} {tensor.shape}", accepted=f"f32 ({dim // 2},)")
+        raise ModelError(
+            f"{file.where}: rope_freqs.weight", found=f"{tensor.kind} {tensor.shape}", accepted=f"f32 ({dim // 2},)"
+        )
     factors = file.raw(tensor).view(np.float32)
     original = file.metadata.get("llama.rope.scaling.original_context_length", 8192)
-    scaling = {"rope_type": "llama3", "factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": original}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": round(float(factors.max()), 4),  # fp32 noise of 1 / (1 / factor)
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
     length = 2 * math.pi * base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     smooth = np.clip((original / length - 1.0) / 3.0, 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
     if not np.allclose(factors, expected, rtol=1e-3):
-        raise ModelError(f"{file.where}: rope_freqs.weight", found=f"factors {factors.min():g} to {factors.max():g}",
-                         accepted=f"those of Llama-3 (low 1, high 4, original context {original})",
-                         next="use the safetensors checkpoint, whose config names the parameters")
+        raise ModelError(
+            f"{file.where}: rope_freqs.weight",
+            found=f"factors {factors.min():g} to {factors.max():g}",
+            accepted=f"those of Llama-3 (low 1, high 4, original context {original})",
+            next="use the safetensors checkpoint, whose config names the parameters",
+        )
     return scaling
 
 
 _LAYER = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 _NORMS = {
-    "gemma3": {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
-               "post_ffw_norm": "post_feedforward_layernorm"},
+    "gemma3": {
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
 }
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 

@@ -37,8 +37,11 @@ class GgufSource:
                 continue  # in the config, as rope_scaling
             name = rename(tensor.name)
             if name in self._stored:
-                raise ModelError(f"{self._file.where}: tensor {tensor.name}", found="its Hugging Face name twice",
-                                 accepted="each tensor once")
+                raise ModelError(
+                    f"{self._file.where}: tensor {tensor.name}",
+                    found="its Hugging Face name twice",
+                    accepted="each tensor once",
+                )
             self._stored[name] = tensor
         self.headers: Headers = {
             name: TensorHeader(name, tensor.shape, tensor.kind, tensor.nbytes) for name, tensor in self._stored.items()
@@ -64,7 +67,9 @@ class GgufSource:
 
     def _halves(self, name: str, rows: int, heads: int) -> torch.Tensor:
         if heads < 1 or rows % (2 * heads):
-            raise ModelError(f"{self._file.where}: tensor {name}", found=f"{rows} rows", accepted=f"{heads} heads of an even size")
+            raise ModelError(
+                f"{self._file.where}: tensor {name}", found=f"{rows} rows", accepted=f"{heads} heads of an even size"
+            )
         return torch.from_numpy(np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1).copy())
 
     @cached_property

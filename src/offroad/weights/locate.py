@@ -30,15 +30,21 @@ def locate(settings: Settings, progress: Progress) -> Path:
     path = Path(name).expanduser()
     if path.exists():
         return path
-    looks_local = name.startswith((".", "/", "~")) or (name.endswith((".gguf", ".safetensors")) and not hub.is_hub_name(name))
+    looks_local = name.startswith((".", "/", "~")) or (
+        name.endswith((".gguf", ".safetensors")) and not hub.is_hub_name(name)
+    )
     if not looks_local and hub.is_hub_name(name):
         return hub.fetch(name, settings.revision, settings.offline, progress)
     tried = [f"demo name (no: {', '.join(store.DEMO_MODELS)})", f"path (no such file or folder: {path})"]
     if not looks_local:
         tried.append("hub name (not of the form org/model)")
-    raise ModelNotFound(f"model {name}", found="; ".join(tried),
-                        accepted=f"a demo name ({', '.join(store.DEMO_MODELS)}), a folder with config.json and safetensors, a .gguf file, or org/model",
-                        next=f"e.g. `offroad serve {next(iter(store.DEMO_MODELS))}`")
+    demos = ", ".join(store.DEMO_MODELS)
+    raise ModelNotFound(
+        f"model {name}",
+        found="; ".join(tried),
+        accepted=f"a demo name ({demos}), a folder with config.json and safetensors, a .gguf file, or org/model",
+        next=f"e.g. `offroad serve {next(iter(store.DEMO_MODELS))}`",
+    )
 
 
 def _demo(name: str, offline: bool, progress: Progress) -> Path:
@@ -46,8 +52,12 @@ def _demo(name: str, offline: bool, progress: Progress) -> Path:
         return store.pull(name, progress)
     path = store.local_path(name)
     if path is None:
-        raise ModelNotFound(f"demo model {name}, offline", found=f"not in {store.models_folder()}, or damaged",
-                            accepted="a model that was pulled before", next=f"`offroad pull {name}` with a network")
+        raise ModelNotFound(
+            f"demo model {name}, offline",
+            found=f"not in {store.models_folder()}, or damaged",
+            accepted="a model that was pulled before",
+            next=f"`offroad pull {name}` with a network",
+        )
     return path
 
 
@@ -59,13 +69,21 @@ def open_path(path: Path) -> Source:
     if path.is_file() and path.suffix == ".gguf":
         return GgufSource(path)
     if path.is_file():
-        raise ModelNotFound(f"model file {path}", found=f"a {path.suffix or 'nameless'} file", accepted="a .gguf file, or a folder",
-                            next="for safetensors give the folder, which has config.json too")
+        raise ModelNotFound(
+            f"model file {path}",
+            found=f"a {path.suffix or 'nameless'} file",
+            accepted="a .gguf file, or a folder",
+            next="for safetensors give the folder, which has config.json too",
+        )
     if (path / "config.json").is_file():
         return SafetensorsSource(path)
     gguf = sorted(path.glob("*.gguf"))
     if len(gguf) == 1:
         return GgufSource(gguf[0])
     found = f"{len(gguf)} .gguf files and no config.json" if gguf else "no config.json"
-    raise ModelNotFound(f"model folder {path}", found=found, accepted="a folder with config.json and safetensors, or a .gguf file",
-                        next=f"give one of them: {', '.join(file.name for file in gguf[:5])}" if gguf else "check the path")
+    raise ModelNotFound(
+        f"model folder {path}",
+        found=found,
+        accepted="a folder with config.json and safetensors, or a .gguf file",
+        next=f"give one of them: {', '.join(file.name for file in gguf[:5])}" if gguf else "check the path",
+    )

