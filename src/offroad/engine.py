@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import torch
 
 from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
-from offroad.errors import PlanError
+from offroad.errors import PlanError, RequestError
+from offroad.execute.messages import EngineInfo
 from offroad.models.registry import resolve_model
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
@@ -30,23 +30,6 @@ from offroad.weights.locate import open_source
 from offroad.weights.source import Source, TokenizerFiles
 
 Progress = Callable[[str, float, str], None]
-
-
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client may want to know of a loaded engine."""
-
-    model: str
-    family: str
-    max_model_len: int
-    max_num_seqs: int
-    vocab: int
-    dtype: str
-    device: str
-    plan_summary: str
-    plan_fingerprint: str
-    memory_summary: str
-    load_seconds: float
-    plan_json: str
 
 
 def _silent(phase: str, fraction: float, note: str) -> None:
@@ -124,10 +107,15 @@ class Engine:
 
     def validate(self, request: Request) -> None:
         """Raises RequestError if the request can never run; queues nothing."""
+        vocab = self.info.vocab
+        if (outside := next((i for i in request.prompt_ids if not 0 <= i < vocab), None)) is not None:
+            raise RequestError("prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}")
+        request.params.check_vocab(vocab)
         self.scheduler.validate(request)
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError if it can never fit, QueueFull if too many wait."""
+        """Queues a request. Raises RequestError if it can never run, QueueFull if too many wait."""
+        self.validate(request)
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> None:

@@ -91,7 +91,7 @@ class LLM:
         params = self._params(sampling_params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
         return self._run([self._request(ids, (), p) for (_, ids), p in zip(encoded, params, strict=True)],
-                         [text for text, _ in encoded])
+                         [text for text, _ in encoded], continues=True)
 
     def chat(
         self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
@@ -106,7 +106,7 @@ class LLM:
             ids, marks = encode_with_marks(self.tokenizer, rendered)
             requests.append(self._request(ids, marks, p))
             texts.append(rendered.text)
-        return self._run(requests, texts)
+        return self._run(requests, texts, continues=False)
 
     def stream_chat(
         self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template: Any
@@ -115,7 +115,7 @@ class LLM:
         rendered = self.template.render(messages, **template)
         ids, marks = encode_with_marks(self.tokenizer, rendered)
         [params] = self._params(sampling_params, 1)
-        yield from self._stream([self._request(ids, marks, params)], [rendered.text])
+        yield from self._stream([self._request(ids, marks, params)], [rendered.text], continues=False)
 
     def close(self) -> None:
         """Frees the engine's memory."""
@@ -141,15 +141,17 @@ class LLM:
         return Request(id=f"llm-{next(self._ids)}", prompt_ids=ids, params=params, seed=seed,
                        eos_ids=self.tokenizer.eos_ids, marks=marks)
 
-    def _run(self, requests: list[Request], texts: list[str | None]) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], texts: list[str | None], continues: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}
-        for chunk in self._stream(requests, texts):
+        for chunk in self._stream(requests, texts, continues):
             results[chunk.output.request_id] = chunk.output
         return [results[request.id] for request in requests]
 
-    def _stream(self, requests: list[Request], texts: list[str | None]) -> Iterator[StreamChunk]:
+    def _stream(self, requests: list[Request], texts: list[str | None], continues: bool) -> Iterator[StreamChunk]:
         """Submits as many as the queue takes, steps the engine, and yields text as it comes."""
-        open_requests = {r.id: _Collector(r, text, self.tokenizer) for r, text in zip(requests, texts, strict=True)}
+        open_requests = {
+            r.id: _Collector(r, text, self.tokenizer, continues) for r, text in zip(requests, texts, strict=True)
+        }
         waiting = list(reversed(requests))
         for request in requests:
             self.engine.validate(request)
@@ -175,12 +177,12 @@ class LLM:
 class _Collector:
     """Turns a request's events into its `RequestOutput`."""
 
-    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, text: str | None, tokenizer: Tokenizer, continues: bool) -> None:
         n = request.params.n
         wants = request.params.logprobs is not None
         outputs = [CompletionOutput(i, logprobs=[] if wants else None) for i in range(n)]
         self.output = RequestOutput(request.id, text, request.prompt_ids, outputs, Usage(len(request.prompt_ids)))
-        self.streams = [OutputStream(tokenizer, request.params) for _ in range(n)]
+        self.streams = [OutputStream(tokenizer, request.params, continues=continues) for _ in range(n)]
         self.began = time.perf_counter()
         self.stopped_by_text = False
 
@@ -193,7 +195,8 @@ class _Collector:
         if usage.time_to_first_token is None and event.token_ids:
             usage.time_to_first_token = time.perf_counter() - self.began
         usage.cached_tokens = max(usage.cached_tokens, event.cached)
-        delta = self.streams[event.index].push(event.token_ids)
+        ended = event.finish_reason == "stop"
+        delta = self.streams[event.index].push(event.token_ids, ends_with_stop_token=ended)
         text = delta.text
         out.token_ids += event.token_ids
         usage.completion_tokens += len(event.token_ids)
