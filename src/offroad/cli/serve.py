@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
     """Serve a model over HTTP.
 
-    The OpenAI API is under /v1; /health, /metrics and /plan tell about the server.
+    The OpenAI API is under /v1, a chat page at /; /health, /metrics and /plan tell about the server.
     Progress and the start-up screen go to stderr. SIGTERM or Ctrl-C finishes running requests, then ends the server.
     """
     from offroad.cli.progress import LoadProgress
@@ -35,7 +35,7 @@ def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
 def screen(url: str, info: EngineInfo) -> str:
     """What is served, where, with what: at most a screen."""
     lines = [
-        ("address", f"{url}/v1 (OpenAI API; also /health, /metrics, /plan)"),
+        ("address", f"{url} (chat page), {url}/v1 (OpenAI API)"),
         ("model", f"{info.model} ({info.family})"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("concurrency", f"up to {info.max_num_seqs} sequences"),
