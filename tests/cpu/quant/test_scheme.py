@@ -12,11 +12,33 @@ from offroad.quant.packed import dequantise
 from offroad.quant.scheme import canonical, fuse, layout_of, to_dense, widen
 from offroad.weights.source import Stored, TensorHeader
 
-AFFINE = {"Q4_0": "affine4", "Q4_1": "affine4", "Q4_K": "affine4", "Q5_0": "affine8", "Q5_1": "affine8", "Q8_0": "affine8",
-          "Q5_K": "affine8", "Q6_K": "affine8"}
+AFFINE = {
+    "Q4_0": "affine4",
+    "Q4_1": "affine4",
+    "Q4_K": "affine4",
+    "Q5_0": "affine8",
+    "Q5_1": "affine8",
+    "Q8_0": "affine8",
+    "Q5_K": "affine8",
+    "Q6_K": "affine8",
+}
 OTHERS = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "TQ1_0", "MXFP4")
-HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
-          "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "TQ1_0": [52], "MXFP4": []}
+HALVES = {
+    "Q4_0": [0],
+    "Q4_1": [0, 2],
+    "Q5_0": [0],
+    "Q5_1": [0, 2],
+    "Q8_0": [0],
+    "Q4_K": [0, 2],
+    "Q5_K": [0, 2],
+    "Q6_K": [208],
+    "Q2_K": [80, 82],
+    "Q3_K": [108],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "TQ1_0": [52],
+    "MXFP4": [],
+}
 
 
 def blocks(kind: str, n: int, k: int, seed: int = 0) -> Stored:
@@ -74,9 +96,14 @@ def test_float_kinds_stay_as_they_are(dtype):
 
 
 MIXES = [
-    (("Q4_0", "Q4_K", "Q4_1"), "affine4", 32), (("Q5_0", "Q5_0", "Q8_0"), "affine8", 32), (("Q4_1", "Q8_0"), "affine8", 32),
-    (("Q6_K", "Q4_K"), "affine8", 16), (("Q5_K", "Q6_K", "Q5_0"), "affine8", 16), (("Q4_0", "F"), "dense", 0),
-    (("F", "F"), "dense", 0), (("Q8_0", "Q2_K"), "dense", 0),
+    (("Q4_0", "Q4_K", "Q4_1"), "affine4", 32),
+    (("Q5_0", "Q5_0", "Q8_0"), "affine8", 32),
+    (("Q4_1", "Q8_0"), "affine8", 32),
+    (("Q6_K", "Q4_K"), "affine8", 16),
+    (("Q5_K", "Q6_K", "Q5_0"), "affine8", 16),
+    (("Q4_0", "F"), "dense", 0),
+    (("F", "F"), "dense", 0),
+    (("Q8_0", "Q2_K"), "dense", 0),
 ]
 
 
@@ -106,5 +133,7 @@ def test_to_dense_and_widening_keep_the_values(kind):
 def test_large_scales_do_not_lose_bits():
     """-8 * d of q4_0 is exact for any finite fp16 scale."""
     stored = blocks("Q4_0", 1, 64)
-    stored.data.view(1, 2, 18)[:, :, :2] = torch.from_numpy(np.array([60000.0, 6e-8], np.float16).view(np.uint8).reshape(1, 2, 2))
+    stored.data.view(1, 2, 18)[:, :, :2] = torch.from_numpy(
+        np.array([60000.0, 6e-8], np.float16).view(np.uint8).reshape(1, 2, 2)
+    )
     assert torch.equal(dequantise(canonical(stored)), by_library(stored))

@@ -45,8 +45,12 @@ def hf_tensors(architecture: str, vocab: int, seed: int = 0) -> dict[str, np.nda
                 shapes[f"{at}.attn_{name}.bias"] = (rows * HEAD_DIM,)
         if architecture in ("gemma3", "qwen3"):
             shapes |= {f"{at}.attn_q_norm.weight": (HEAD_DIM,), f"{at}.attn_k_norm.weight": (HEAD_DIM,)}
-        shapes |= {f"{at}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM), f"{at}.ffn_gate.weight": (FFN, HIDDEN),
-                   f"{at}.ffn_up.weight": (FFN, HIDDEN), f"{at}.ffn_down.weight": (HIDDEN, FFN)}
+        shapes |= {
+            f"{at}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"{at}.ffn_gate.weight": (FFN, HIDDEN),
+            f"{at}.ffn_up.weight": (FFN, HIDDEN),
+            f"{at}.ffn_down.weight": (HIDDEN, FFN),
+        }
     return {name: rng.normal(0, 0.2, shape).astype(np.float32) + ("norm" in name) for name, shape in shapes.items()}
 
 
@@ -56,15 +60,27 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", kind: str = "Q8_0", change: Callable[[GGUFWriter], Any] = lambda writer: None,
-    skip: tuple[str, ...] = (), extra: dict[str, np.ndarray] | None = None, pre: str = "smollm",
+    path: Path,
+    architecture: str = "llama",
+    kind: str = "Q8_0",
+    change: Callable[[GGUFWriter], Any] = lambda writer: None,
+    skip: tuple[str, ...] = (),
+    extra: dict[str, np.ndarray] | None = None,
+    pre: str = "smollm",
 ) -> dict[str, torch.Tensor]:
     """Writes a model of `architecture` with matrices in `kind`; its tensors by GGUF name as written, rows as in Hugging
     Face. Keys in `skip` are left out, `change` may write more."""
     writer = GGUFWriter(path, architecture)
-    sizes = {"context_length": 256, "embedding_length": HIDDEN, "block_count": LAYERS, "feed_forward_length": FFN,
-             "attention.head_count": HEADS, "attention.head_count_kv": KV, "attention.key_length": HEAD_DIM,
-             "attention.value_length": HEAD_DIM}
+    sizes = {
+        "context_length": 256,
+        "embedding_length": HIDDEN,
+        "block_count": LAYERS,
+        "feed_forward_length": FFN,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV,
+        "attention.key_length": HEAD_DIM,
+        "attention.value_length": HEAD_DIM,
+    }
     sizes |= {"attention.sliding_window": 32} if architecture == "gemma3" else {"rope.dimension_count": HEAD_DIM}
     for key, value in sizes.items():
         if key not in skip:

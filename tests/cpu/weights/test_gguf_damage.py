@@ -65,10 +65,16 @@ def test_overwritten_bytes_never_crash(folder, at, junk):
     reads_or_refuses(path)
 
 
-@pytest.mark.parametrize(("at", "value", "message"), [
-    (0, b"GGML", "first bytes.*GGML.*b'GGUF'"), (4, struct.pack("<I", 1), "version.*1"), (4, struct.pack(">I", 3), "big-endian"),
-    (8, struct.pack("<Q", 2**60), "counts"), (16, struct.pack("<Q", 2**60), "counts"),
-])
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, b"GGML", "first bytes.*GGML.*b'GGUF'"),
+        (4, struct.pack("<I", 1), "version.*1"),
+        (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 2**60), "counts"),
+        (16, struct.pack("<Q", 2**60), "counts"),
+    ],
+)
 def test_head(folder, at, value, message):
     data = bytearray(whole(folder))
     data[at : at + len(value)] = value
@@ -89,16 +95,19 @@ def by_hand(path: Path, entries: list[bytes], data: int) -> GgufFile:
     return GgufFile(path)
 
 
-@pytest.mark.parametrize(("entries", "data", "message"), [
-    ([entry(b"a", (4,), 99, 0)], 16, "tensor a.*type 99.*Q4_K"),
-    ([entry(b"a", (4,), 0, 32)], 32, "tensor a.*of 96"),
-    ([entry(b"a", (4,), 0, 2)], 64, "aligned"),
-    ([entry(b"a", (33,), 8, 0)], 64, "multiple of 32"),
-    ([entry(b"a", (4,), 0, 0), entry(b"a", (4,), 0, 0)], 64, "tensor a.*twice"),
-    ([entry(b"a", (1, 1, 1, 1, 1), 0, 0)], 64, "5 dimensions"),
-    ([entry(b"a", (0,), 0, 0)], 64, "shape"),
-    ([entry(b"a", (2**40, 2**40), 0, 0)], 64, "data at bytes"),
-])
+@pytest.mark.parametrize(
+    ("entries", "data", "message"),
+    [
+        ([entry(b"a", (4,), 99, 0)], 16, "tensor a.*type 99.*Q4_K"),
+        ([entry(b"a", (4,), 0, 32)], 32, "tensor a.*of 96"),
+        ([entry(b"a", (4,), 0, 2)], 64, "aligned"),
+        ([entry(b"a", (33,), 8, 0)], 64, "multiple of 32"),
+        ([entry(b"a", (4,), 0, 0), entry(b"a", (4,), 0, 0)], 64, "tensor a.*twice"),
+        ([entry(b"a", (1, 1, 1, 1, 1), 0, 0)], 64, "5 dimensions"),
+        ([entry(b"a", (0,), 0, 0)], 64, "shape"),
+        ([entry(b"a", (2**40, 2**40), 0, 0)], 64, "data at bytes"),
+    ],
+)
 def test_directory(tmp_path, entries, data, message):
     with pytest.raises(ModelError, match=message):
         by_hand(tmp_path / "m.gguf", entries, data)

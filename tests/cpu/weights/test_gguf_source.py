@@ -51,12 +51,16 @@ def test_every_tensor_is_found_with_its_values(architecture, tmp_path):
     verify_headers(resolve_model(source.config).spec, source)
     assert len(source.headers) == len(written)
     assert source.conventions == ({"norm_plus_one"} if architecture == "gemma3" else frozenset())
-    names = {"blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight", "token_embd.weight": "model.embed_tokens.weight",
-             "blk.0.attn_k.weight": "model.layers.0.self_attn.k_proj.weight", "output_norm.weight": "model.norm.weight",
-             "blk.1.attn_output.weight": "model.layers.1.self_attn.o_proj.weight",
-             "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
-             "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
-             "blk.0.ffn_norm.weight": f"model.layers.0.{'pre_feedforward' if architecture == 'gemma3' else 'post_attention'}_layernorm.weight"}
+    names = {
+        "blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.attn_k.weight": "model.layers.0.self_attn.k_proj.weight",
+        "output_norm.weight": "model.norm.weight",
+        "blk.1.attn_output.weight": "model.layers.1.self_attn.o_proj.weight",
+        "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
+        "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
+        "blk.0.ffn_norm.weight": f"model.layers.0.{'pre_feedforward' if architecture == 'gemma3' else 'post_attention'}_layernorm.weight",
+    }
     if architecture == "qwen2":
         names["blk.1.attn_k.bias"] = "model.layers.1.self_attn.k_proj.bias"
     for stored, name in names.items():
@@ -83,8 +87,14 @@ def test_llama3_factors_become_parameters(tmp_path):
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaling = dict(rope_type="llama3", rope_theta=50000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=8192)
+    scaling = dict(
+        rope_type="llama3",
+        rope_theta=50000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=HEAD_DIM, rope_parameters=scaling)
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0].numpy()
     plain = 50000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
@@ -98,14 +108,17 @@ def test_llama3_factors_become_parameters(tmp_path):
         GgufSource(tmp_path / "n.gguf")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (dict(architecture="mamba"), "general.architecture.*llama, qwen2, qwen3, gemma3"),
-    (dict(skip=("block_count",)), "block_count.*absent"),
-    (dict(change=lambda w: w.add_uint32("llama.expert_count", 8)), "expert_count"),
-    (dict(change=lambda w: w.add_uint32("llama.hyper.streams", 4)), "unknown metadata.*hyper.streams"),
-    (dict(change=lambda w: w.add_string("llama.rope.scaling.type", "yarn")), "yarn.*none, linear"),
-    (dict(change=lambda w: w.add_array("llama.attention.layers", [1, 2])), "unknown metadata"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(architecture="mamba"), "general.architecture.*llama, qwen2, qwen3, gemma3"),
+        (dict(skip=("block_count",)), "block_count.*absent"),
+        (dict(change=lambda w: w.add_uint32("llama.expert_count", 8)), "expert_count"),
+        (dict(change=lambda w: w.add_uint32("llama.hyper.streams", 4)), "unknown metadata.*hyper.streams"),
+        (dict(change=lambda w: w.add_string("llama.rope.scaling.type", "yarn")), "yarn.*none, linear"),
+        (dict(change=lambda w: w.add_array("llama.attention.layers", [1, 2])), "unknown metadata"),
+    ],
+)
 def test_what_is_not_implemented_is_refused_by_name(arguments, message, tmp_path):
     write_gguf(tmp_path / "m.gguf", **arguments)
     with pytest.raises(ModelError, match=message):
@@ -122,8 +135,24 @@ def test_linear_scaling_is_taken(tmp_path):
 
 
 TEXTS = [
-    "hello hello", "  hello", "a   hello ", "12345 6", "x  1", "\n\n hello\t", "héllo 漢字 😀 👩‍👧", "\x00\x7f", "it's I'LL",
-    "<|im_start|>user\nhello<|im_end|>", "<tag>", "e\u0301", "\u00a0 \u200b", "a\r\nb", "def f(x):\n    return 12", "", " ", "مرحبا हिन्दी",
+    "hello hello",
+    "  hello",
+    "a   hello ",
+    "12345 6",
+    "x  1",
+    "\n\n hello\t",
+    "héllo 漢字 😀 👩‍👧",
+    "\x00\x7f",
+    "it's I'LL",
+    "<|im_start|>user\nhello<|im_end|>",
+    "<tag>",
+    "e\u0301",
+    "\u00a0 \u200b",
+    "a\r\nb",
+    "def f(x):\n    return 12",
+    "",
+    " ",
+    "مرحبا हिन्दी",
 ]
 
 
@@ -148,10 +177,15 @@ def test_byte_level_equals_transformers(tmp_path):
         assert ours.encode(text).ids == theirs(text, add_special_tokens=False)["input_ids"], text
 
 
-@pytest.mark.parametrize(("pre", "expected"), [
-    ("gpt-2", ["12", "3", "Ġ1", "ĠĠ", "Ġhello"]), ("smollm", ["1", "2", "3", "Ġ", "1", "ĠĠ", "Ġhello"]),
-    ("qwen2", ["1", "2", "3", "Ġ", "1", "ĠĠ", "Ġhello"]), ("llama-bpe", ["12", "3", "Ġ", "1", "ĠĠ", "Ġhello"]),
-])
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["12", "3", "Ġ1", "ĠĠ", "Ġhello"]),
+        ("smollm", ["1", "2", "3", "Ġ", "1", "ĠĠ", "Ġhello"]),
+        ("qwen2", ["1", "2", "3", "Ġ", "1", "ĠĠ", "Ġhello"]),
+        ("llama-bpe", ["12", "3", "Ġ", "1", "ĠĠ", "Ġhello"]),
+    ],
+)
 def test_pre_tokenizers_split_digits_and_spaces_in_their_own_way(pre, expected, tmp_path):
     assert byte_tokenizer(tmp_path, pre).encode("123 1   hello").tokens == expected
 
@@ -173,7 +207,11 @@ def sentencepiece(text: str) -> list[int]:
             return sentencepiece(left) + [ids[token]] + sentencepiece(right)
     parts = list(text.replace(" ", "▁"))
     while True:
-        joins = [(-scores[ids[a + b]], i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if types[ids.get(a + b, 0)] == 1]
+        joins = [
+            (-scores[ids[a + b]], i)
+            for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))
+            if types[ids.get(a + b, 0)] == 1
+        ]
         if not joins:
             break
         at = min(joins)[1]
@@ -198,12 +236,16 @@ def test_sentencepiece_vocabulary(tmp_path):
 
 
 def test_merges_are_best_score_first_with_every_split():
-    merges = merges_by_score(["a", "b", "ab", "ba", "aba", "<x>"], [1, 1, 1, 1, 1, 3], [0.0, 0.0, -2.0, -1.0, -3.0, 0.0])
+    merges = merges_by_score(
+        ["a", "b", "ab", "ba", "aba", "<x>"], [1, 1, 1, 1, 1, 3], [0.0, 0.0, -2.0, -1.0, -3.0, 0.0]
+    )
     assert merges == [("b", "a"), ("a", "b"), ("ab", "a"), ("a", "ba")]
 
 
 def test_prefix_space_is_added_when_the_file_says_so(tmp_path):
-    write_gguf(tmp_path / "m.gguf", "gemma3", change=lambda writer: writer.kv_data[0].pop("tokenizer.ggml.add_space_prefix"))
+    write_gguf(
+        tmp_path / "m.gguf", "gemma3", change=lambda writer: writer.kv_data[0].pop("tokenizer.ggml.add_space_prefix")
+    )
     tokenizer = tokenizers.Tokenizer.from_str(GgufSource(tmp_path / "m.gguf").tokenizer().tokenizer_json)
     assert tokenizer.encode("hello").tokens == ["▁hello"]
     assert tokenizer.decode(tokenizer.encode("hello").ids) == "hello"
@@ -212,7 +254,12 @@ def test_prefix_space_is_added_when_the_file_says_so(tmp_path):
 def test_template_and_special_tokens_of_a_byte_level_model(tmp_path):
     write_gguf(tmp_path / "m.gguf", change=lambda writer: writer.add_chat_template("{{ messages }}"))
     files = GgufSource(tmp_path / "m.gguf").tokenizer()
-    assert (files.chat_template, files.bos_token, files.eos_ids, files.add_bos) == ("{{ messages }}", "<|im_start|>", (2, 0), False)
+    assert (files.chat_template, files.bos_token, files.eos_ids, files.add_bos) == (
+        "{{ messages }}",
+        "<|im_start|>",
+        (2, 0),
+        False,
+    )
     added = {token["content"]: token["special"] for token in json.loads(files.tokenizer_json)["added_tokens"]}
     assert added == {"<|endoftext|>": True, "<|im_start|>": True, "<|im_end|>": True, "<tag>": False}
 
@@ -221,5 +268,3 @@ def test_a_vocabulary_without_tokens_is_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", skip=("tokens",))
     with pytest.raises(ModelError, match="tokenizer.ggml.tokens.*absent"):
         GgufSource(tmp_path / "m.gguf").tokenizer()
-
-

