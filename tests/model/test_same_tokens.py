@@ -60,15 +60,16 @@ def test_with_chunks(model_name, mixed, params, alone, chunk):
     llm.close()
 
 
-def test_after_preemption(model_name, mixed, params, alone):
+def test_after_preemption(model_name, llm, prompts):
     """A history of few blocks, so that the youngest rows lose theirs and start again."""
-    llm = LLM(model_name, dtype="float32", max_model_len=768, max_num_seqs=8, max_num_batched_tokens=256)
-    llm.close()
-    small = llm.engine.plan.memory.history_block_bytes * 16 + llm.engine.plan.memory.window_block_bytes * (
-        llm.engine.plan.memory.window_blocks)
-    llm = LLM(model_name, dtype="float32", max_model_len=768, max_num_seqs=8, max_num_batched_tokens=256,
-              kv_cache_memory_bytes=small)
-    assert tokens(llm, mixed, params) == alone
-    assert llm.engine.stats().preemptions > 0
-    llm.engine.check()
-    llm.close()
+    long = SamplingParams(temperature=0.8, top_p=0.95, seed=1234, max_tokens=150, ignore_eos=True)
+    llm.engine.reset_prefix_cache()
+    expected = [tokens(llm, [ids], long)[0] for ids in prompts[:6]]
+    memory = llm.engine.plan.memory
+    few = memory.history_block_bytes * 12 + memory.window_block_bytes * memory.window_blocks
+    small = LLM(model_name, dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
+                kv_cache_memory_bytes=few)
+    assert tokens(small, prompts[:6], long) == expected
+    assert small.engine.stats().preemptions > 0
+    small.engine.check()
+    small.close()
