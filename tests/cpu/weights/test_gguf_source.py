@@ -51,6 +51,7 @@ def test_every_tensor_is_found_with_its_values(architecture, tmp_path):
     verify_headers(resolve_model(source.config).spec, source)
     assert len(source.headers) == len(written)
     assert source.conventions == ({"norm_plus_one"} if architecture == "gemma3" else frozenset())
+    norm = "pre_feedforward" if architecture == "gemma3" else "post_attention"
     names = {
         "blk.1.attn_q.weight": "model.layers.1.self_attn.q_proj.weight",
         "token_embd.weight": "model.embed_tokens.weight",
@@ -59,7 +60,7 @@ def test_every_tensor_is_found_with_its_values(architecture, tmp_path):
         "blk.1.attn_output.weight": "model.layers.1.self_attn.o_proj.weight",
         "blk.0.ffn_down.weight": "model.layers.0.mlp.down_proj.weight",
         "blk.0.attn_norm.weight": "model.layers.0.input_layernorm.weight",
-        "blk.0.ffn_norm.weight": f"model.layers.0.{'pre_feedforward' if architecture == 'gemma3' else 'post_attention'}_layernorm.weight",
+        "blk.0.ffn_norm.weight": f"model.layers.0.{norm}_layernorm.weight",
     }
     if architecture == "qwen2":
         names["blk.1.attn_k.bias"] = "model.layers.1.self_attn.k_proj.bias"
