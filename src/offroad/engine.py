@@ -67,8 +67,12 @@ class Engine:
         report("plan", 0.0, "")
         self.plan = make_plan(settings, source)
         if self.plan.device.source == "file":
-            raise PlanError(f"device {self.plan.device.name} is a profile", found="a request to run on it",
-                            accepted="auto, cpu, cuda", next=f"use `offroad plan --device {self.plan.device.name}`")
+            raise PlanError(
+                f"device {self.plan.device.name} is a profile",
+                found="a request to run on it",
+                accepted="auto, cpu, cuda",
+                next=f"use `offroad plan --device {self.plan.device.name}`",
+            )
         resolved = resolve_model(source.config)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
@@ -76,7 +80,12 @@ class Engine:
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")
         weights = load(
-            resolved.spec, source, self.plan.layout, getattr(torch, self.plan.dtype), device, packers(),
+            resolved.spec,
+            source,
+            self.plan.layout,
+            getattr(torch, self.plan.dtype),
+            device,
+            packers(),
             lambda done, note: report("load", done, note),
         )
         self.runner = Runner(self.plan, resolved.spec, resolved.model(), weights, bounds, device)
@@ -89,27 +98,49 @@ class Engine:
     def _scheduler(self) -> Scheduler:
         p = self.plan
         config = CacheConfig(
-            block=p.block, history_blocks=p.memory.history_blocks, window_blocks=p.memory.window_blocks, keep=p.keep,
-            slots=p.memory.slots, checkpoints=0, rings=False, k=p.k, max_len=p.max_len, namespace=p.fingerprint,
-            prefix_caching=self.settings.enable_prefix_caching, checkpoint_interval=self.settings.checkpoint_interval,
+            block=p.block,
+            history_blocks=p.memory.history_blocks,
+            window_blocks=p.memory.window_blocks,
+            keep=p.keep,
+            slots=p.memory.slots,
+            checkpoints=0,
+            rings=False,
+            k=p.k,
+            max_len=p.max_len,
+            namespace=p.fingerprint,
+            prefix_caching=self.settings.enable_prefix_caching,
+            checkpoint_interval=self.settings.checkpoint_interval,
         )
         return Scheduler(config, max_num_batched_tokens=p.chunk, max_waiting=self.settings.max_waiting, depth=p.depth)
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:
         p, m = self.plan, self.plan.memory
         gib = 1024**3
-        memory = f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
+        memory = (
+            f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
+        )
         return EngineInfo(
-            model=p.model, family=p.family, max_model_len=p.max_len, max_num_seqs=p.max_num_seqs, vocab=vocab, dtype=p.dtype,
-            device=p.device.name, plan_summary=p.summary(), plan_fingerprint=p.fingerprint, memory_summary=memory,
-            load_seconds=seconds, plan_json=json.dumps(p.to_json()),
+            model=p.model,
+            family=p.family,
+            max_model_len=p.max_len,
+            max_num_seqs=p.max_num_seqs,
+            vocab=vocab,
+            dtype=p.dtype,
+            device=p.device.name,
+            plan_summary=p.summary(),
+            plan_fingerprint=p.fingerprint,
+            memory_summary=memory,
+            load_seconds=seconds,
+            plan_json=json.dumps(p.to_json()),
         )
 
     def validate(self, request: Request) -> None:
         """Raises RequestError if the request can never run; queues nothing."""
         vocab = self.info.vocab
         if (outside := next((i for i in request.prompt_ids if not 0 <= i < vocab), None)) is not None:
-            raise RequestError("prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}")
+            raise RequestError(
+                "prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}"
+            )
         request.params.check_vocab(vocab)
         self.scheduler.validate(request)
 

@@ -72,7 +72,9 @@ class LLM:
     Raises ModelNotFound, ModelError, PlanError or SettingsError.
     """
 
-    def __init__(self, model: str, *, progress: Progress | None = None, engine: Engine | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str, *, progress: Progress | None = None, engine: Engine | None = None, **settings: Any
+    ) -> None:
         self.settings = Settings.of(model=model, **settings)
         self.engine = engine or Engine(self.settings, progress)
         files = self.engine.source_tokenizer
@@ -81,7 +83,9 @@ class LLM:
         self._ids = count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt: a string, or {"prompt_token_ids": [...]}. Results come in the order of the prompts.
 
@@ -90,12 +94,17 @@ class LLM:
         listed = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = self._params(sampling_params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
-        return self._run([self._request(ids, (), p) for (_, ids), p in zip(encoded, params, strict=True)],
-                         [text for text, _ in encoded], continues=True)
+        return self._run(
+            [self._request(ids, (), p) for (_, ids), p in zip(encoded, params, strict=True)],
+            [text for text, _ in encoded],
+            continues=True,
+        )
 
     def chat(
-        self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, **template: Any,
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several; `template` goes to the chat template."""
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
@@ -125,8 +134,12 @@ class LLM:
         if given is None or isinstance(given, SamplingParams):
             return [given or SamplingParams()] * n
         if len(given) != n:
-            raise RequestError("sampling_params", param="sampling_params", found=f"{len(given)} for {n} prompts",
-                               accepted="one, or one for each prompt")
+            raise RequestError(
+                "sampling_params",
+                param="sampling_params",
+                found=f"{len(given)} for {n} prompts",
+                accepted="one, or one for each prompt",
+            )
         return list(given)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -134,12 +147,20 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if set(prompt) == {"prompt_token_ids"}:
             return None, list(prompt["prompt_token_ids"])
-        raise RequestError("prompt", param="prompt", found=sorted(prompt), accepted='a string or {"prompt_token_ids": [...]}')
+        raise RequestError(
+            "prompt", param="prompt", found=sorted(prompt), accepted='a string or {"prompt_token_ids": [...]}'
+        )
 
     def _request(self, ids: list[int], marks: tuple[int, ...], params: SamplingParams) -> Request:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        return Request(id=f"llm-{next(self._ids)}", prompt_ids=ids, params=params, seed=seed,
-                       eos_ids=self.tokenizer.eos_ids, marks=marks)
+        return Request(
+            id=f"llm-{next(self._ids)}",
+            prompt_ids=ids,
+            params=params,
+            seed=seed,
+            eos_ids=self.tokenizer.eos_ids,
+            marks=marks,
+        )
 
     def _run(self, requests: list[Request], texts: list[str | None], continues: bool) -> list[RequestOutput]:
         results: dict[str, RequestOutput] = {}

@@ -79,7 +79,9 @@ class Settings:
             try:
                 values = tomllib.loads(Path(config).read_text())
             except (OSError, tomllib.TOMLDecodeError) as error:
-                raise SettingsError(f"config file {config}", found=str(error), accepted="a readable TOML file") from error
+                raise SettingsError(
+                    f"config file {config}", found=str(error), accepted="a readable TOML file"
+                ) from error
         values |= {name: value for name, value in flags.items() if value is not None}
         return cls.of(**{name.replace("-", "_"): value for name, value in values.items()})
 
@@ -92,8 +94,12 @@ class Settings:
                 raise SettingsError("setting", found=name, accepted=", ".join(hints), next="see `offroad serve --help`")
             values[name] = _typed(name, value, hints[name])
         if "model" not in values:
-            raise SettingsError("model", found="none", accepted="a folder, a GGUF file, a hub name or a demo name",
-                                next="e.g. `offroad serve smollm2-135m`")
+            raise SettingsError(
+                "model",
+                found="none",
+                accepted="a folder, a GGUF file, a hub name or a demo name",
+                next="e.g. `offroad serve smollm2-135m`",
+            )
         return cls(**values)
 
     def replace(self, **changes: Any) -> Settings:

@@ -11,8 +11,16 @@ import pytest
 import torch
 
 COMMON = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=300, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=300,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
 )
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
@@ -27,8 +35,14 @@ def tiny_config(family: str):
     if family == "llama":
         return LlamaConfig(**COMMON, tie_word_embeddings=False, rope_theta=10000.0)
     if family == "llama3":
-        scaling = dict(rope_type="llama3", rope_theta=10000.0, factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                       original_max_position_embeddings=64)
+        scaling = dict(
+            rope_type="llama3",
+            rope_theta=10000.0,
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
         return LlamaConfig(**COMMON, tie_word_embeddings=True, rope_parameters=scaling)
     if family == "qwen2":
         return Qwen2Config(**COMMON, tie_word_embeddings=True)
@@ -36,7 +50,9 @@ def tiny_config(family: str):
         return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)
     if family == "gemma3":
         values = COMMON | dict(num_hidden_layers=7)
-        return Gemma3TextConfig(**values, head_dim=32, sliding_window=20, query_pre_attn_scalar=24, rope_local_base_freq=1000.0)
+        return Gemma3TextConfig(
+            **values, head_dim=32, sliding_window=20, query_pre_attn_scalar=24, rope_local_base_freq=1000.0
+        )
     raise ValueError(family)
 
 
@@ -58,7 +74,9 @@ def tiny_tokenizer() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
-    tokenizer.add_special_tokens([AddedToken(f"<|{tag}|>", special=True) for tag in ("system", "user", "assistant", "end")])
+    tokenizer.add_special_tokens(
+        [AddedToken(f"<|{tag}|>", special=True) for tag in ("system", "user", "assistant", "end")]
+    )
     return tokenizer.to_str()
 
 

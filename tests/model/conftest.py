@@ -13,11 +13,27 @@ from offroad.weights.store import pull
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
 QUESTIONS = [
-    "What is the capital of France?", "Explain gravity to a child.", "List three prime numbers.", "def fibonacci(n):",
-    "Translate 'good morning' into Spanish.", "Why is the sky blue?", "Once upon a time", "The quick brown fox",
-    "1 + 1 =", "Write a haiku about rain.", "Who wrote Hamlet?", "SELECT name FROM users WHERE", "🙂 emoji test:",
-    "Zwölf Boxkämpfer jagen", "东京是", "How do I boil an egg?", "import numpy as np\n", "Dear Sir or Madam,",
-    "The three laws of thermodynamics are", "A", "{\"name\": \"Ada\", \"age\":",
+    "What is the capital of France?",
+    "Explain gravity to a child.",
+    "List three prime numbers.",
+    "def fibonacci(n):",
+    "Translate 'good morning' into Spanish.",
+    "Why is the sky blue?",
+    "Once upon a time",
+    "The quick brown fox",
+    "1 + 1 =",
+    "Write a haiku about rain.",
+    "Who wrote Hamlet?",
+    "SELECT name FROM users WHERE",
+    "🙂 emoji test:",
+    "Zwölf Boxkämpfer jagen",
+    "东京是",
+    "How do I boil an egg?",
+    "import numpy as np\n",
+    "Dear Sir or Madam,",
+    "The three laws of thermodynamics are",
+    "A",
+    '{"name": "Ada", "age":',
 ]
 
 

@@ -67,8 +67,14 @@ def test_after_preemption(model_name, llm, prompts):
     expected = [tokens(llm, [ids], long)[0] for ids in prompts[:6]]
     memory = llm.engine.plan.memory
     few = memory.history_block_bytes * 12 + memory.window_block_bytes * memory.window_blocks
-    small = LLM(model_name, dtype="float32", max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
-                kv_cache_memory_bytes=few)
+    small = LLM(
+        model_name,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=256,
+        kv_cache_memory_bytes=few,
+    )
     assert tokens(small, prompts[:6], long) == expected
     assert small.engine.stats().preemptions > 0
     small.engine.check()

@@ -72,25 +72,35 @@ def parse_profile(text: str, where: str) -> DeviceProfile:
         raise SettingsError(f"device profile {where}", found=str(error), accepted="valid TOML") from error
     needed = {"name": str, "kind": str, "memory_gib": (int, float), "capabilities": list}
     optional = {
-        "compute_capability": list, "units": int, "bandwidth_gb_s": (int, float), "tflops": dict,
-        "shared_per_block": int, "l2_mib": (int, float), "toolchain": dict,
+        "compute_capability": list,
+        "units": int,
+        "bandwidth_gb_s": (int, float),
+        "tflops": dict,
+        "shared_per_block": int,
+        "l2_mib": (int, float),
+        "toolchain": dict,
     }
     for key, value in data.items():
         expected = needed.get(key) or optional.get(key)
         if expected is None:
-            raise SettingsError(f"device profile {where}: key {key!r}", found="unknown key",
-                                accepted=", ".join([*needed, *optional]))
+            raise SettingsError(
+                f"device profile {where}: key {key!r}", found="unknown key", accepted=", ".join([*needed, *optional])
+            )
         if not isinstance(value, expected):
             raise SettingsError(f"device profile {where}: key {key!r}", found=repr(value), accepted=str(expected))
     if missing := [key for key in needed if key not in data]:
         raise SettingsError(f"device profile {where}", found=f"no {', '.join(missing)}", accepted=", ".join(needed))
     capability = data.get("compute_capability")
     return DeviceProfile(
-        name=data["name"], kind=data["kind"], memory=int(data["memory_gib"] * GIB),
+        name=data["name"],
+        kind=data["kind"],
+        memory=int(data["memory_gib"] * GIB),
         capabilities=frozenset(data["capabilities"]),
         compute_capability=(capability[0], capability[1]) if capability else None,
-        units=data.get("units", 1), bandwidth=data.get("bandwidth_gb_s", 0) * 1e9,
+        units=data.get("units", 1),
+        bandwidth=data.get("bandwidth_gb_s", 0) * 1e9,
         flops=tuple(sorted((k, v * 1e12) for k, v in data.get("tflops", {}).items())),
-        shared_per_block=data.get("shared_per_block", 0), l2=int(data.get("l2_mib", 0) * 1024**2),
+        shared_per_block=data.get("shared_per_block", 0),
+        l2=int(data.get("l2_mib", 0) * 1024**2),
         toolchain=tuple(sorted(data.get("toolchain", {}).items())),
     )

@@ -8,11 +8,7 @@ from offroad.errors import ModelError
 
 # Fields that do not change what a text model computes at inference.
 HARMLESS = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version _name_or_path name_or_path bos_token_id eos_token_id "
-    "pad_token_id initializer_range use_cache attention_dropout attention_probs_dropout_prob pretraining_tp "
-    "is_llama_config rope_interleaved max_window_layers transformers.js_config tokenizer_class unsloth_fixed "
-    "output_attentions output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder task_specific_params "
-    "problem_type id2label label2id".split()
+    ["architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "attention_dropout", "attention_probs_dropout_prob", "pretraining_tp", "is_llama_config", "rope_interleaved", "max_window_layers", "transformers.js_config", "tokenizer_class", "unsloth_fixed", "output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "task_specific_params", "problem_type", "id2label", "label2id"]
 )
 
 
@@ -29,7 +25,9 @@ class Config:
         value = self.values.get(name)
         if value is None:
             if default is ...:
-                raise ModelError(f"config.json of a {self.family} model: field {name!r}", found="absent", accepted=str(kind))
+                raise ModelError(
+                    f"config.json of a {self.family} model: field {name!r}", found="absent", accepted=str(kind)
+                )
             return default
         if isinstance(value, bool) and kind is not bool or not isinstance(value, kind):
             if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -42,8 +40,12 @@ class Config:
         self.read.add(name)
         value = self.values.get(name)
         if value is not None and value not in accepted:
-            raise ModelError(f"config.json: field {name!r}", found=repr(value), accepted=" or ".join(map(repr, accepted)),
-                             next=f"this variant of {self.family} is not implemented")
+            raise ModelError(
+                f"config.json: field {name!r}",
+                found=repr(value),
+                accepted=" or ".join(map(repr, accepted)),
+                next=f"this variant of {self.family} is not implemented",
+            )
 
     def rope(self, base: float) -> tuple[float, tuple[tuple[str, float | str], ...]]:
         """(base, scaling) from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
@@ -59,19 +61,25 @@ class Config:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
             return ()
-        needed = {"linear": ("factor",),
-                  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+        needed = {
+            "linear": ("factor",),
+            "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        }
         if kind not in needed:
             raise ModelError("config.json: rope scaling", found=repr(kind), accepted="default, linear, llama3")
         if missing := [name for name in needed[kind] if name not in scaling]:
-            raise ModelError(f"config.json: rope scaling {kind}", found=f"no {', '.join(missing)}",
-                             accepted=", ".join(needed[kind]))
+            raise ModelError(
+                f"config.json: rope scaling {kind}", found=f"no {', '.join(missing)}", accepted=", ".join(needed[kind])
+            )
         return tuple(sorted([("rope_type", kind), *((name, float(scaling[name])) for name in needed[kind])]))
 
     def done(self) -> None:
         """Raises ModelError for fields that were not read, since a field unread may change the maths."""
         unread = sorted(n for n, v in self.values.items() if n not in self.read | HARMLESS and v is not None)
         if unread:
-            raise ModelError(f"config.json of a {self.family} model: unknown fields",
-                             found=", ".join(f"{name}={self.values[name]!r}"[:80] for name in unread[:5]),
-                             accepted="fields that offroad implements", next="report the model; it may compute something else")
+            raise ModelError(
+                f"config.json of a {self.family} model: unknown fields",
+                found=", ".join(f"{name}={self.values[name]!r}"[:80] for name in unread[:5]),
+                accepted="fields that offroad implements",
+                next="report the model; it may compute something else",
+            )

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 
 from offroad.models.config import Config
-from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, LinearSpec, ModelSpec, Paged, Plane, RopeSpec, TensorSpec
+from offroad.models.spec import (
+    AttentionSpec,
+    FfnSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    Paged,
+    Plane,
+    RopeSpec,
+    TensorSpec,
+)
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
 
@@ -35,19 +45,28 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     scale = float(config.get("query_pre_attn_scalar", float, 256.0)) ** -0.5
     kv_heads = config.get("num_key_value_heads", int)
     pattern = config.get("sliding_window_pattern", int, config.get("_sliding_window_pattern", int, 6))
-    kinds = config.get("layer_types", list, ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)])
+    kinds = config.get(
+        "layer_types", list, ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(count)]
+    )
     layers = []
     for i, kind in enumerate(kinds):
         local = kind == "sliding_attention"
         rope = RopeSpec(dim, *(sliding if local else full))
-        attention = AttentionSpec(heads, kv_heads, dim, scale, rope, window if local else None, qk_norm=True, softcap=softcap)
+        attention = AttentionSpec(
+            heads, kv_heads, dim, scale, rope, window if local else None, qk_norm=True, softcap=softcap
+        )
         layers.append(_layer(i, hidden, attention, FfnSpec(config.get("intermediate_size", int), "gelu_tanh")))
     spec = ModelSpec(
-        family="gemma3_text", hidden=hidden, vocab=config.get("vocab_size", int, 262208),
-        max_len=config.get("max_position_embeddings", int, 131072), norm_eps=config.get("rms_norm_eps", float, 1e-6),
-        layers=tuple(layers), embed="model.embed_tokens",
+        family="gemma3_text",
+        hidden=hidden,
+        vocab=config.get("vocab_size", int, 262208),
+        max_len=config.get("max_position_embeddings", int, 131072),
+        norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        layers=tuple(layers),
+        embed="model.embed_tokens",
         tensors=(TensorSpec("model.norm.weight", "norm", (hidden,), "plus_one"),),
-        embed_scale=hidden**0.5, ignored=(r"lm_head\.weight",),
+        embed_scale=hidden**0.5,
+        ignored=(r"lm_head\.weight",),
     )
     config.done()
     return spec
@@ -71,14 +90,20 @@ def _layer(i: int, hidden: int, attention: AttentionSpec, ffn: FfnSpec) -> Layer
     at, dim = f"model.layers.{i}", attention.head_dim
     q, kv = attention.heads * dim, attention.kv_heads * dim
     linears = (
-        LinearSpec("qkv", ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)), hidden),
+        LinearSpec(
+            "qkv",
+            ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)),
+            hidden,
+        ),
         LinearSpec("o", ((f"{at}.self_attn.o_proj", hidden),), q),
         LinearSpec("gate_up", ((f"{at}.mlp.gate_proj", ffn.size), (f"{at}.mlp.up_proj", ffn.size)), hidden),
         LinearSpec("down", ((f"{at}.mlp.down_proj", hidden),), ffn.size),
     )
     names = {
-        "input_layernorm": "input_norm", "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "post_mlp_norm",
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
     }
     tensors = [TensorSpec(f"{at}.{name}.weight", target, (hidden,), "plus_one") for name, target in names.items()]
     tensors += [TensorSpec(f"{at}.self_attn.{n}_norm.weight", f"{n}_norm", (dim,), "plus_one") for n in "qk"]

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from offroad.models.config import Config
-from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, LinearSpec, ModelSpec, Paged, Plane, RopeSpec, TensorSpec
+from offroad.models.spec import (
+    AttentionSpec,
+    FfnSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    Paged,
+    Plane,
+    RopeSpec,
+    TensorSpec,
+)
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
 
@@ -39,8 +49,13 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     )
     vocab, tied = config.get("vocab_size", int), config.get("tie_word_embeddings", bool, False)
     spec = ModelSpec(
-        family=family, hidden=hidden, vocab=vocab, max_len=config.get("max_position_embeddings", int),
-        norm_eps=config.get("rms_norm_eps", float, 1e-6), layers=layers, embed="model.embed_tokens",
+        family=family,
+        hidden=hidden,
+        vocab=vocab,
+        max_len=config.get("max_position_embeddings", int),
+        norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        layers=layers,
+        embed="model.embed_tokens",
         tensors=(TensorSpec("model.norm.weight", "norm", (hidden,)),),
         head=None if tied else LinearSpec("head", (("lm_head", vocab),), hidden),
         ignored=(r".*rotary_emb\.inv_freq", *((r"lm_head\.weight",) if tied else ())),
@@ -53,8 +68,12 @@ def _layer(i: int, hidden: int, attention: AttentionSpec, ffn: FfnSpec, bias: bo
     at, dim = f"model.layers.{i}", attention.head_dim
     q, kv = attention.heads * dim, attention.kv_heads * dim
     linears = (
-        LinearSpec("qkv", ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)),
-                   hidden, bias),
+        LinearSpec(
+            "qkv",
+            ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)),
+            hidden,
+            bias,
+        ),
         LinearSpec("o", ((f"{at}.self_attn.o_proj", hidden),), q),
         LinearSpec("gate_up", ((f"{at}.mlp.gate_proj", ffn.size), (f"{at}.mlp.up_proj", ffn.size)), hidden),
         LinearSpec("down", ((f"{at}.mlp.down_proj", hidden),), ffn.size),

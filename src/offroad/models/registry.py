@@ -45,5 +45,6 @@ def resolve_model(config: dict[str, Any]) -> Resolved:
             if name in names or (not names and kind == model_type):
                 return Resolved(module.model_spec({**config, "model_type": model_type}), model)
     found = ", ".join(names) or f"model_type {kind!r}"
-    raise ModelError("architecture", found=found, accepted=", ".join(architectures()),
-                     next="serve a model of one of these families")
+    raise ModelError(
+        "architecture", found=found, accepted=", ".join(architectures()), next="serve a model of one of these families"
+    )

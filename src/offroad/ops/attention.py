@@ -43,7 +43,9 @@ def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tens
     return view.k[blocks].flatten(0, 1)[cut], view.v[blocks].flatten(0, 1)[cut]
 
 
-def _row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: int | None, spec: AttentionSpec) -> torch.Tensor:
+def _row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: int | None, spec: AttentionSpec
+) -> torch.Tensor:
     width, total = q.shape[0], k.shape[0]
     repeat = spec.heads // spec.kv_heads
     keys = k.float().repeat_interleave(repeat, dim=1)

@@ -65,10 +65,12 @@ class LayerOps:
         if rows.verify == 0:
             return chunk(q, k, v, self.view, rows, self.mixer)
         first, second, cut = rows.parts()
-        return torch.cat((
-            verify(q[:cut], k[:cut], v[:cut], self.view, first, self.mixer),
-            chunk(q[cut:], k[cut:], v[cut:], self.view, second, self.mixer),
-        ))
+        return torch.cat(
+            (
+                verify(q[:cut], k[:cut], v[:cut], self.view, first, self.mixer),
+                chunk(q[cut:], k[cut:], v[cut:], self.view, second, self.mixer),
+            )
+        )
 
     def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up`; [tokens, 2 * size] -> [tokens, size]."""

@@ -59,7 +59,9 @@ def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
 
 def block_bytes(spec: ModelSpec, kv_dtype: str, block: int) -> tuple[int, int]:
     """(history, window) bytes of one block: one page in each item of that residency."""
-    history = sum(row_bytes(i, kv_dtype) * block // i.rate for i in _items(spec) if isinstance(i, Paged) and not i.window)
+    history = sum(
+        row_bytes(i, kv_dtype) * block // i.rate for i in _items(spec) if isinstance(i, Paged) and not i.window
+    )
     window = sum(row_bytes(i, kv_dtype) * block for i in _items(spec) if isinstance(i, Paged) and i.window)
     return history, window
 
@@ -77,12 +79,20 @@ def window_keep(spec: ModelSpec) -> int:
 def weight_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> int:
     """Bytes of the packed weights: dense ones in `dtype`, others about as large as they are stored."""
     total = 4 * spec.hidden * 4 * len(spec.layers)
-    linears = [(i, linear.name, linear.n * linear.k, linear.parts) for i, layer in enumerate(spec.layers) for linear in layer.linears]
+    linears = [
+        (i, linear.name, linear.n * linear.k, linear.parts)
+        for i, layer in enumerate(spec.layers)
+        for linear in layer.linears
+    ]
     if spec.head is not None:
         linears.append((MODEL, "head", spec.vocab * spec.hidden, spec.head.parts))
     for layer, name, numel, parts in linears:
-        total += _packed_bytes(cells[Cell(layer, f"linear:{name}", "decode")], numel, [p for p, _ in parts], headers, dtype)
-    return total + _packed_bytes(cells[Cell(MODEL, "embed", "decode")], spec.vocab * spec.hidden, [spec.embed], headers, dtype)
+        total += _packed_bytes(
+            cells[Cell(layer, f"linear:{name}", "decode")], numel, [p for p, _ in parts], headers, dtype
+        )
+    return total + _packed_bytes(
+        cells[Cell(MODEL, "embed", "decode")], spec.vocab * spec.hidden, [spec.embed], headers, dtype
+    )
 
 
 def _packed_bytes(choice: Choice, numel: int, modules: list[str], headers: Headers, dtype: str) -> int:
@@ -90,7 +100,9 @@ def _packed_bytes(choice: Choice, numel: int, modules: list[str], headers: Heade
         return numel * ITEMSIZE[dtype]
     stored = [headers[f"{module}.weight"] for module in modules if f"{module}.weight" in headers]
     # Blocks' scales may grow from fp16 to fp32: at most a quarter more than on disk. fp16 is widened by CPU kernels.
-    return sum(h.nbytes * 5 // 4 if h.kind.startswith("gguf") else h.nbytes * (2 if h.kind == "f16" else 1) for h in stored)
+    return sum(
+        h.nbytes * 5 // 4 if h.kind.startswith("gguf") else h.nbytes * (2 if h.kind == "f16" else 1) for h in stored
+    )
 
 
 @dataclass(frozen=True)
@@ -141,5 +153,7 @@ def divide(
     if max_len < wanted:
         notes.append(f"context {max_len} of the model's {wanted}: what fits in memory")
     enough = settings.max_num_seqs * (-(-(max_len + k) // block) + 1) + 1
-    memory = Memory(device.memory, budget, weights, workspace, history, min(blocks, enough), window, window_blocks, slot, slots)
+    memory = Memory(
+        device.memory, budget, weights, workspace, history, min(blocks, enough), window, window_blocks, slot, slots
+    )
     return Budget(memory, max_len, tuple(notes))

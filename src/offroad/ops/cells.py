@@ -52,7 +52,10 @@ class Group:
 
 def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: int) -> Iterator[Group]:
     """Every group of the model. `headers` say how each weight is stored."""
-    def problem(op: str, phase: str, sizes: dict[str, int], features: tuple[str, ...] = (), stored: tuple[str, ...] = ()) -> Problem:
+
+    def problem(
+        op: str, phase: str, sizes: dict[str, int], features: tuple[str, ...] = (), stored: tuple[str, ...] = ()
+    ) -> Problem:
         return Problem(op, phase, dtype, kv_dtype, tuple(sorted(sizes.items())), frozenset(features), stored)
 
     def both(layer: int, op: str, sizes: dict[str, int], features: tuple[str, ...] = ()) -> Iterator[Group]:
@@ -81,8 +84,12 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
         yield from both(i, "attention", *_attention(layer, block))
         mixer = layer.mixer
         features = ("qk_norm",) if mixer.qk_norm else ()
-        yield from both(i, "qkv_rope", {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim,
-                                        "rope_dim": mixer.rope.dim}, features)
+        yield from both(
+            i,
+            "qkv_rope",
+            {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "rope_dim": mixer.rope.dim},
+            features,
+        )
         yield from both(i, "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,))
     sandwich = any(t.target == "post_mlp_norm" for t in spec.layers[0].tensors)
     for op in ("norm", "sandwich_norm" if sandwich else "add_norm"):
@@ -140,7 +147,10 @@ class Resolver:
             names = [kernel.name for kernel in self.registry.candidates(problem.op)]
             verdicts.append({name: self.check(name, problem, forced) for name in names})
         layout = self._layout(verdicts)
-        return {cell: self._choose(problem, verdict, layout) for (cell, problem), verdict in zip(group.cells, verdicts, strict=True)}
+        return {
+            cell: self._choose(problem, verdict, layout)
+            for (cell, problem), verdict in zip(group.cells, verdicts, strict=True)
+        }
 
     @staticmethod
     def _layout(verdicts: list[dict[str, Verdict]]) -> str | None:
@@ -165,7 +175,11 @@ class Resolver:
             if not verdict.ok:
                 reason = verdict.reason
             elif verdict.layout != layout:
-                reason = f"reads layout {verdict.layout}, the weight is kept as {layout}" if layout else "no layout suits all uses"
+                reason = (
+                    f"reads layout {verdict.layout}, the weight is kept as {layout}"
+                    if layout
+                    else "no layout suits all uses"
+                )
             else:
                 reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
             refused.append(Refusal(name, reason))

@@ -20,7 +20,9 @@ def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` of the embedding times `scale`; ids int64 [tokens] -> [tokens, hidden] in `dtype`."""
-    picked = Packed(weight.layout, ids.shape[0], weight.k, {name: t[ids] for name, t in weight.tensors.items()}, weight.group)
+    picked = Packed(
+        weight.layout, ids.shape[0], weight.k, {name: t[ids] for name, t in weight.tensors.items()}, weight.group
+    )
     rows = dequantise(picked).to(dtype)
     return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype)
 

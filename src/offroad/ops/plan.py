@@ -84,15 +84,35 @@ class Plan:
         """The plan for a program; cells are grouped as in `explain`."""
         head = {
             name: getattr(self, name)
-            for name in ("model", "family", "dtype", "kv_dtype", "block", "k", "chunk", "depth", "max_len", "max_num_seqs",
-                         "keep", "kv_bytes_per_token", "state_bytes", "notes", "fingerprint")
+            for name in (
+                "model",
+                "family",
+                "dtype",
+                "kv_dtype",
+                "block",
+                "k",
+                "chunk",
+                "depth",
+                "max_len",
+                "max_num_seqs",
+                "keep",
+                "kv_bytes_per_token",
+                "state_bytes",
+                "notes",
+                "fingerprint",
+            )
         }
-        memory = asdict(self.memory) | {"kv": self.memory.kv, "used": self.memory.used, "headroom": self.memory.headroom}
+        memory = asdict(self.memory) | {
+            "kv": self.memory.kv,
+            "used": self.memory.used,
+            "headroom": self.memory.headroom,
+        }
         return head | {"device": self.device.name, "memory": memory, "cells": cells_json(self.cells)}
 
 
 def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choice]]:
     """(op, phase, layers, choice) for cells that were resolved alike."""
+
     def order(entry: tuple[Cell, Choice]) -> tuple:
         cell, choice = entry
         return cell.op, cell.phase, choice.kernel, repr(sorted(choice.problem.sizes)), repr(choice)
@@ -130,9 +150,17 @@ def explain_cells(cells: dict[Cell, Choice]) -> list[str]:
 
 def cells_json(cells: dict[Cell, Choice]) -> list[dict[str, Any]]:
     return [
-        {"layers": layer_ranges(layers), "op": op, "phase": phase, "kernel": choice.kernel or None, "reason": choice.reason,
-         "layout": choice.layout, "sizes": dict(choice.problem.sizes), "features": sorted(choice.problem.features),
-         "refused": {refusal.kernel: refusal.reason for refusal in choice.refused}}
+        {
+            "layers": layer_ranges(layers),
+            "op": op,
+            "phase": phase,
+            "kernel": choice.kernel or None,
+            "reason": choice.reason,
+            "layout": choice.layout,
+            "sizes": dict(choice.problem.sizes),
+            "features": sorted(choice.problem.features),
+            "refused": {refusal.kernel: refusal.reason for refusal in choice.refused},
+        }
         for op, phase, layers, choice in _grouped(cells)
     ]
 
@@ -147,7 +175,9 @@ def choose_dtypes(config_dtype: str | None, device: DeviceProfile, settings: Set
         elif config_dtype in ("bfloat16", None, "float32"):
             dtype = "bfloat16" if device.has("mma_bf16") else "float16"
             if dtype == "float16":
-                notes.append(f"dtype float16 for a {config_dtype or 'bfloat16'} checkpoint: {device.name} has no mma_bf16")
+                notes.append(
+                    f"dtype float16 for a {config_dtype or 'bfloat16'} checkpoint: {device.name} has no mma_bf16"
+                )
         else:
             dtype = config_dtype
     elif dtype == "bfloat16" and device.kind == "cuda" and not device.has("mma_bf16"):
@@ -157,7 +187,12 @@ def choose_dtypes(config_dtype: str | None, device: DeviceProfile, settings: Set
 
 
 def plan(
-    name: str, spec: ModelSpec, headers: Headers, device: DeviceProfile, settings: Settings, registry: Registry,
+    name: str,
+    spec: ModelSpec,
+    headers: Headers,
+    device: DeviceProfile,
+    settings: Settings,
+    registry: Registry,
     config_dtype: str | None = None,
 ) -> Plan:
     """The plan, or PlanError that lists every unresolved cell with the reason of each candidate."""
@@ -167,18 +202,33 @@ def plan(
     for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
         cells |= resolver.resolve(group)
     if open_cells := {cell: choice for cell, choice in cells.items() if not choice.kernel}:
-        raise PlanError(f"no kernel for {len(open_cells)} cells on {device.name}", found="\n" + "\n".join(explain_cells(open_cells)),
-                        accepted="a kernel for every layer, op and phase",
-                        next="--allow-reference runs them slowly; or choose another dtype or device")
+        raise PlanError(
+            f"no kernel for {len(open_cells)} cells on {device.name}",
+            found="\n" + "\n".join(explain_cells(open_cells)),
+            accepted="a kernel for every layer, op and phase",
+            next="--allow-reference runs them slowly; or choose another dtype or device",
+        )
     k = 0
     weights = bytes_of.weight_bytes(spec, headers, cells, dtype)
     divided = bytes_of.divide(spec, device, settings, weights, kv_dtype, BLOCK, k)
     values: dict[str, Any] = dict(
-        model=name, family=spec.family, device=device, dtype=dtype, kv_dtype=kv_dtype, block=BLOCK, k=k,
-        chunk=min(settings.max_num_batched_tokens, divided.max_len), depth=1, max_len=divided.max_len,
-        max_num_seqs=settings.max_num_seqs, keep=bytes_of.window_keep(spec),
-        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, kv_dtype), state_bytes=bytes_of.state_bytes(spec, kv_dtype, k),
-        cells=cells, memory=divided.memory, notes=(*notes, *divided.notes),
+        model=name,
+        family=spec.family,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block=BLOCK,
+        k=k,
+        chunk=min(settings.max_num_batched_tokens, divided.max_len),
+        depth=1,
+        max_len=divided.max_len,
+        max_num_seqs=settings.max_num_seqs,
+        keep=bytes_of.window_keep(spec),
+        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, kv_dtype),
+        state_bytes=bytes_of.state_bytes(spec, kv_dtype, k),
+        cells=cells,
+        memory=divided.memory,
+        notes=(*notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec))
 
@@ -187,6 +237,9 @@ def _fingerprint(values: dict[str, Any], spec: ModelSpec) -> str:
     """Names what computes: model spec, kernels by cell, dtypes, block, toolchain versions. Not sizes of pools."""
     named = {name: values[name] for name in ("model", "dtype", "kv_dtype", "block", "k")}
     named["toolchain"] = values["device"].toolchain
-    named["cells"] = [(cell.layer, cell.op, cell.phase, choice.kernel, choice.layout) for cell, choice in sorted(values["cells"].items())]
+    named["cells"] = [
+        (cell.layer, cell.op, cell.phase, choice.kernel, choice.layout)
+        for cell, choice in sorted(values["cells"].items())
+    ]
     text = json.dumps([named, repr(spec)], sort_keys=True, default=str)
     return blake2b(text.encode(), digest_size=8).hexdigest()

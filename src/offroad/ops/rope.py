@@ -43,8 +43,13 @@ def _llama3(inverse: torch.Tensor, scaling: dict[str, float]) -> torch.Tensor:
 
 
 def qkv_rope(
-    qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, spec: AttentionSpec,
-    q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, eps: float,
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    spec: AttentionSpec,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] from qkv [tokens, (heads + 2 kv_heads) dim].
 

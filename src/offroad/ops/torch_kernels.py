@@ -26,7 +26,9 @@ class TorchKernel:
     function: Bound
     cost: float = TORCH_COST
     reference: bool = False
-    test: Callable[[DeviceProfile, Problem], Verdict] = field(default=lambda device, problem: Verdict(True, "plain torch"))
+    test: Callable[[DeviceProfile, Problem], Verdict] = field(
+        default=lambda device, problem: Verdict(True, "plain torch")
+    )
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         verdict = self.test(device, problem)

@@ -66,9 +66,20 @@ class Arrays:
         positions = np.arange(total) - offset[of_row] + start[of_row]
         wanted = (offset + width - 1)[step.wants > 0].astype(np.int64)
         packed = torch.from_numpy(np.stack((step.slot[of_row].astype(np.int64), positions))).to(self.device)
-        rows = torch.from_numpy(np.stack((step.slot.astype(np.int32), start.astype(np.int32), width, offset))).to(self.device)
+        rows = torch.from_numpy(np.stack((step.slot.astype(np.int32), start.astype(np.int32), width, offset))).to(
+            self.device
+        )
         return Rows(
-            ids=self.tokens[packed[0], packed[1]], positions=packed[1], slot=step.slot.astype(np.int32),
-            start=start.astype(np.int32), width=width, offset=offset, slot_t=rows[0], start_t=rows[1], width_t=rows[2],
-            offset_t=rows[3], verify=int((step.kind == Kind.VERIFY).sum()), wanted=torch.from_numpy(wanted).to(self.device),
+            ids=self.tokens[packed[0], packed[1]],
+            positions=packed[1],
+            slot=step.slot.astype(np.int32),
+            start=start.astype(np.int32),
+            width=width,
+            offset=offset,
+            slot_t=rows[0],
+            start_t=rows[1],
+            width_t=rows[2],
+            offset_t=rows[3],
+            verify=int((step.kind == Kind.VERIFY).sum()),
+            wanted=torch.from_numpy(wanted).to(self.device),
         )

@@ -39,9 +39,18 @@ class Rows:
 
         def part(rows: slice, tokens: slice, verify: int, shift: int) -> Rows:
             return Rows(
-                self.ids[tokens], self.positions[tokens], self.slot[rows], self.start[rows], self.width[rows],
-                self.offset[rows] - shift, self.slot_t[rows], self.start_t[rows], self.width_t[rows],
-                self.offset_t[rows] - shift, verify, self.wanted,
+                self.ids[tokens],
+                self.positions[tokens],
+                self.slot[rows],
+                self.start[rows],
+                self.width[rows],
+                self.offset[rows] - shift,
+                self.slot_t[rows],
+                self.start_t[rows],
+                self.width_t[rows],
+                self.offset_t[rows] - shift,
+                verify,
+                self.wanted,
             )
 
         return part(head, slice(None, cut), self.verify, 0), part(tail, slice(cut, None), 0, cut), cut

@@ -39,7 +39,13 @@ class Runner:
     """Runs steps in order on one device. `launch` enqueues, `result` answers for the oldest step."""
 
     def __init__(
-        self, plan: Plan, spec: ModelSpec, model: Model, weights: Weights, bounds: dict[Cell, Bound], device: torch.device
+        self,
+        plan: Plan,
+        spec: ModelSpec,
+        model: Model,
+        weights: Weights,
+        bounds: dict[Cell, Bound],
+        device: torch.device,
     ) -> None:
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device)
@@ -54,11 +60,20 @@ class Runner:
         layers = []
         for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
-            layers.append(LayerOps(
-                shared | own, loaded.linears, loaded.tensors, spec.norm_eps, layer.mixer, layer.ffn,
-                self.rope[layer.mixer.rope], self.arrays.views[i],
-                bounds[Cell(i, "attention", "decode")], bounds[Cell(i, "attention", "prefill")],
-            ))
+            layers.append(
+                LayerOps(
+                    shared | own,
+                    loaded.linears,
+                    loaded.tensors,
+                    spec.norm_eps,
+                    layer.mixer,
+                    layer.ffn,
+                    self.rope[layer.mixer.rope],
+                    self.arrays.views[i],
+                    bounds[Cell(i, "attention", "decode")],
+                    bounds[Cell(i, "attention", "prefill")],
+                )
+            )
         model = LayerOps(shared, {"embed": weights.embed, "head": weights.head}, weights.tensors, spec.norm_eps)
         return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
 

@@ -20,7 +20,9 @@ GIB = 1024**3
 
 def make(model: str, device: DeviceProfile, **settings) -> Plan:
     spec = real_spec(model)
-    return plan(model, spec, headers_of(spec), device, Settings.of(model=model, **settings), default_registry(), "bfloat16")
+    return plan(
+        model, spec, headers_of(spec), device, Settings.of(model=model, **settings), default_registry(), "bfloat16"
+    )
 
 
 def golden(model: str, profile: str) -> str:
@@ -88,7 +90,9 @@ def test_bytes_of_the_cache_by_the_models_numbers():
 
 def test_context_larger_than_memory_is_refused_with_both_numbers():
     with pytest.raises(PlanError) as error:
-        make("qwen3-8b", cpu(48 * GIB), max_model_len=40960, dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB)
+        make(
+            "qwen3-8b", cpu(48 * GIB), max_model_len=40960, dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB
+        )
     need = (40960 // 64 + 2) * 64 * kv_bytes_per_token(real_spec("qwen3-8b"), "bfloat16")
     assert f"{need:,} bytes" in str(error.value)
     assert f"{GIB:,} bytes" in str(error.value)
