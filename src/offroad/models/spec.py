@@ -103,7 +103,7 @@ class FfnSpec:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """One linear of the running model, `[n, k]`; `parts` are the checkpoint modules stacked along n, with their rows."""
+    """One linear of the running model, `[n, k]`; `parts`: the checkpoint modules stacked along n, with their rows."""
 
     name: str
     parts: tuple[tuple[str, int], ...]

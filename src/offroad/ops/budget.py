@@ -1,4 +1,4 @@
-"""Bytes: what a block, a slot and the weights take, and how the device's memory is divided before anything is loaded."""
+"""Bytes: what a block, a slot and the weights take, and how memory is divided before anything is loaded."""
 
 from __future__ import annotations
 

@@ -70,11 +70,14 @@ class Plan:
         lines = [
             f"model           {self.model} ({self.family}), context {self.max_len}, {self.max_num_seqs} sequences",
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB",
-            f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, depth {self.depth}",
+            f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
+            f"depth {self.depth}",
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.state_bytes:,} B of state a sequence",
-            f"memory          weights {m.weights / mib:.0f} MiB | history {m.history_block_bytes / 1024:.0f} KiB x {m.history_blocks} blocks"
-            f" | window {m.window_block_bytes / 1024:.0f} KiB x {m.window_blocks} blocks | slots {m.slots} x {m.slot_bytes} B"
-            f" | workspace {m.workspace / mib:.0f} MiB | headroom {m.headroom / mib:.0f} MiB",
+            f"memory          weights {m.weights / mib:.0f} MiB | "
+            f"history {m.history_block_bytes / 1024:.0f} KiB x {m.history_blocks} blocks | "
+            f"window {m.window_block_bytes / 1024:.0f} KiB x {m.window_blocks} blocks | "
+            f"slots {m.slots} x {m.slot_bytes} B | workspace {m.workspace / mib:.0f} MiB | "
+            f"headroom {m.headroom / mib:.0f} MiB",
             *(f"note            {note}" for note in self.notes),
         ]
         lines += explain_cells(self.cells)
@@ -230,12 +233,14 @@ def plan(
         memory=divided.memory,
         notes=(*notes, *divided.notes),
     )
-    return Plan(**values, fingerprint=_fingerprint(values, spec))
+    return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
 
 
-def _fingerprint(values: dict[str, Any], spec: ModelSpec) -> str:
-    """Names what computes: model spec, kernels by cell, dtypes, block, toolchain versions. Not sizes of pools."""
-    named = {name: values[name] for name in ("model", "dtype", "kv_dtype", "block", "k")}
+def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> str:
+    """Names what computes: model spec, how weights are stored, kernels by cell, dtypes, block, toolchain versions. Not
+    sizes of pools, nor the name that the model is served by."""
+    named = {name: values[name] for name in ("dtype", "kv_dtype", "block", "k")}
+    named["stored"] = sorted((header.name, header.kind, header.shape) for header in headers.values())
     named["toolchain"] = values["device"].toolchain
     named["cells"] = [
         (cell.layer, cell.op, cell.phase, choice.kernel, choice.layout)

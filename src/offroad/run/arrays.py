@@ -35,7 +35,8 @@ class Arrays:
                 source = views[item.layer]
                 views.append(PagedView(source.k, source.v, source.table, source.block, source.window, writable=False))
                 continue
-            assert isinstance(item, Paged) and item.rate == 1
+            assert isinstance(item, Paged)
+            assert item.rate == 1
             table = Table.WINDOW if item.window else Table.HISTORY
             blocks = plan.memory.window_blocks if item.window else plan.memory.history_blocks
             shapes = {plane.name: (blocks, plan.block, *plane.shape) for plane in item.planes}

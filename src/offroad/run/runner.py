@@ -80,7 +80,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Runs the step: table edits, forward, sampling, lengths."""
-        assert not len(step.restores) and not len(step.captures), "no ring has rows to copy"
+        assert len(step.restores) + len(step.captures) == 0, "no ring has rows to copy"
         self.arrays.apply(step)
         for start in step.starts:
             self.sampler.start(start)
