@@ -72,7 +72,8 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.state_bytes:,} B of state a sequence",
+            f"kv cache        {self.kv_bytes_per_token:,} B a token growing, "
+            f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
             f"history {m.history_block_bytes / 1024:.0f} KiB x {m.history_blocks} blocks | "
             f"window {m.window_block_bytes / 1024:.0f} KiB x {m.window_blocks} blocks | "
