@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "OffroadError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "OffroadError", "PlanError", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from offroad.errors import OffroadError
+    from offroad.errors import OffroadError, PlanError
     from offroad.llm import LLM
     from offroad.sample.params import SamplingParams
 
-_HOMES = {"LLM": "offroad.llm", "SamplingParams": "offroad.sample.params", "OffroadError": "offroad.errors"}
+_HOMES = {
+    "LLM": "offroad.llm",
+    "SamplingParams": "offroad.sample.params",
+    "OffroadError": "offroad.errors",
+    "PlanError": "offroad.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

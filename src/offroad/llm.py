@@ -23,7 +23,7 @@ Prompt = str | dict[str, Any]
 
 @dataclass
 class CompletionOutput:
-    """One sequence of a request. `finish_reason`: "stop", "length", "abort", "error"; `stop_reason`: which string or id."""
+    """One sequence. `finish_reason`: "stop", "length", "abort", "error"; `stop_reason`: which string or id."""
 
     index: int
     text: str = ""

@@ -8,14 +8,38 @@ from offroad.errors import ModelError
 
 # Fields that do not change what a text model computes at inference.
 HARMLESS = frozenset(
-    """
-    _name_or_path architectures attention_dropout attention_probs_dropout_prob bos_token_id
-    chunk_size_feed_forward dtype eos_token_id id2label initializer_range is_encoder_decoder
-    is_llama_config label2id max_window_layers model_type name_or_path output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type return_dict rope_interleaved
-    task_specific_params tokenizer_class torch_dtype transformers.js_config transformers_version
-    unsloth_fixed use_cache
-    """.split()
+    [
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "rope_interleaved",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "use_cache",
+    ]
 )
 
 

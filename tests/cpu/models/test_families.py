@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import FAMILIES
+from tiny_models import FAMILIES
 
 from offroad import LLM, SamplingParams
 

@@ -1,0 +1,96 @@
+"""Tiny random checkpoints of every family, written by transformers; nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+COMMON = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=300,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_config(family: str):
+    """A transformers config of `family`, small but with every feature that the family has."""
+    from transformers import Gemma3TextConfig, LlamaConfig, Qwen2Config, Qwen3Config
+
+    if family == "llama":
+        return LlamaConfig(**COMMON, tie_word_embeddings=False, rope_theta=10000.0)
+    if family == "llama3":
+        scaling = dict(
+            rope_type="llama3",
+            rope_theta=10000.0,
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        )
+        return LlamaConfig(**COMMON, tie_word_embeddings=True, rope_parameters=scaling)
+    if family == "qwen2":
+        return Qwen2Config(**COMMON, tie_word_embeddings=True)
+    if family == "qwen3":
+        return Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False)
+    if family == "gemma3":
+        values = COMMON | dict(num_hidden_layers=7)
+        return Gemma3TextConfig(
+            **values, head_dim=32, sliding_window=20, query_pre_attn_scalar=24, rope_local_base_freq=1000.0
+        )
+    raise ValueError(family)
+
+
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3")
+
+
+def tiny_tokenizer() -> str:
+    """A byte-level BPE tokenizer.json with 300 entries: 3 special ones, 256 bytes, chat tags, the rest merged pairs."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *letters])}
+    merges = []
+    for a, b in [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a"), ("e", "r")]:
+        merges.append((a, b))
+        vocab[a + b] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
+    tokenizer.add_special_tokens(
+        [AddedToken(f"<|{tag}|>", special=True) for tag in ("system", "user", "assistant", "end")]
+    )
+    return tokenizer.to_str()
+
+
+def write_tiny(family: str, folder: Path, seed: int = 0) -> torch.nn.Module:
+    """Saves a tiny checkpoint with a tokenizer and chat template to `folder`; returns transformers' model in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Larger than the default, so that a wrong norm, bias or rotation changes the tokens.
+            parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5)
+            if "norm" in name and family != "gemma3":
+                parameter.add_(1.0)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tiny_tokenizer())
+    config = {"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return model
