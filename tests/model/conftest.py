@@ -71,7 +71,9 @@ def oracle(model_name: str) -> Oracle:
 
 @pytest.fixture(scope="session")
 def llm(model_name: str) -> LLM:
-    return LLM(model_name, dtype="float32", max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=512)
+    return LLM(
+        model_name, device="cpu", dtype="float32", max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=512
+    )
 
 
 @pytest.fixture(scope="session")

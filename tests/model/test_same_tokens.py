@@ -54,7 +54,14 @@ def test_after_a_prefix_hit(llm: LLM, mixed, params, alone):
 
 @pytest.mark.parametrize("chunk", [7, 64, 512])
 def test_with_chunks(model_name, mixed, params, alone, chunk):
-    llm = LLM(model_name, dtype="float32", max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=max(chunk, 8))
+    llm = LLM(
+        model_name,
+        device="cpu",
+        dtype="float32",
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=max(chunk, 8),
+    )
     llm.engine.scheduler.max_chunk = chunk
     assert tokens(llm, mixed, params) == alone
     llm.close()
@@ -69,6 +76,7 @@ def test_after_preemption(model_name, llm, prompts):
     few = memory.history_block_bytes * 12 + memory.window_block_bytes * memory.window_blocks
     small = LLM(
         model_name,
+        device="cpu",
         dtype="float32",
         max_model_len=512,
         max_num_seqs=8,

@@ -21,7 +21,9 @@ def prompts(seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request, tiny):
     folder, reference = tiny(request.param)
-    llm = LLM(str(folder), dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, served_model_name="tiny")
+    llm = LLM(
+        str(folder), device="cpu", dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, served_model_name="tiny"
+    )
     yield llm, reference
     llm.close()
 

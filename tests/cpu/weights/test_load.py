@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from conftest import FAMILIES
 from gguf_files import write_gguf
+from tiny_models import FAMILIES
 
 from offroad.errors import ModelError
 from offroad.models.registry import resolve_model

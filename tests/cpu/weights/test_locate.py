@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import write_tiny
 from gguf_files import write_gguf
 from huggingface_hub import constants, errors
+from tiny_models import write_tiny
 
 from offroad.errors import ModelNotFound
 from offroad.settings import Settings

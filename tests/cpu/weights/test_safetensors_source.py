@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TEMPLATE, tiny_config, tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from tiny_models import TEMPLATE, tiny_config, tiny_tokenizer
 
 from offroad.errors import ModelError
 from offroad.weights.safetensors_source import INDEX, SafetensorsSource
