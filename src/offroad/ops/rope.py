@@ -19,7 +19,8 @@ def rope_table(spec: RopeSpec, length: int, device: torch.device | str = "cpu") 
     Scaling "linear" divides the frequencies; "llama3" does so by wavelength as in Hugging Face's
     `_compute_llama3_parameters`. Raises ValueError for other kinds (the model file refuses them first).
     """
-    inverse = spec.base ** (-torch.arange(0, spec.dim, 2, dtype=torch.int64, device=device).float() / spec.dim)
+    # Written as Hugging Face does: another rounding of a frequency is an angle off by 1e-4 at position 3,000.
+    inverse = 1.0 / (spec.base ** (torch.arange(0, spec.dim, 2, dtype=torch.int64, device=device).float() / spec.dim))
     scaling = dict(spec.scaling)
     kind = scaling.get("rope_type", "default")
     if kind == "linear":
