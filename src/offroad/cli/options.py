@@ -26,7 +26,6 @@ class Flag:
 # Every field of Settings but `model`, which is the argument of a verb. A test holds the two together.
 FLAGS: dict[str, Flag] = {
     "served_model_name": Flag("model", "Name under which the model is served; default: the name given.", "NAME"),
-    "tokenizer": Flag("model", "Folder or file to take the tokenizer from; default: the checkpoint's own.", "PATH"),
     "chat_template": Flag("model", "File with a Jinja chat template; default: the checkpoint's own.", "FILE"),
     "revision": Flag("model", "Branch, tag or commit of the model on the hub.", "REVISION"),
     "offline": Flag("model", "Use what is on disk and open no connection."),
@@ -39,7 +38,6 @@ FLAGS: dict[str, Flag] = {
     "memory_utilization": Flag("memory", "Part of the device's memory that may be used.", "FRACTION"),
     "enable_prefix_caching": Flag("memory", "Keep the KV cache of finished requests and reuse common prefixes."),
     "checkpoint_interval": Flag("memory", "Tokens between checkpoints of recurrent state; 0: none.", "TOKENS"),
-    "checkpoint_memory_bytes": Flag("memory", "Bytes for checkpoints; 0: the plan chooses.", "BYTES"),
     "device": Flag("speed", "auto, cpu, cuda; for `plan` also a device profile or a path ending in .toml.", "DEVICE"),
     "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
