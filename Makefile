@@ -25,7 +25,7 @@ demo: setup
 
 serve: setup
 	@.venv/bin/offroad pull $(DEMO_MODEL) >/dev/null
-	@exec .venv/bin/offroad serve $(DEMO_MODEL) $(ARGS)
+	@exec .venv/bin/offroad serve $(DEMO_MODEL) --device cpu $(ARGS)
 
 test:
 	@sh scripts/setup.sh demo,test

@@ -40,8 +40,10 @@ def demo(model: str, question: str) -> None:
     with LoadProgress(("pull",)) as progress:
         store.pull(model, lambda fraction, note: progress("pull", fraction, note))
     port = free_port()
-    command = [sys.executable, "-m", "offroad.cli.main", "serve", model, "--port", str(port), "--log-level", "warning"]
-    print(f"$ offroad serve {model} --port {port}", file=sys.stderr)
+    # On the CPU also where there is a GPU: GPUs have no kernels yet, only the slow reference path.
+    flags = [model, "--device", "cpu", "--port", str(port)]
+    command = [sys.executable, "-m", "offroad.cli.main", "serve", *flags, "--log-level", "warning"]
+    print(f"$ offroad serve {' '.join(flags)}", file=sys.stderr)
     server = subprocess.Popen(command)
     try:
         wait_until_ready(server, f"http://127.0.0.1:{port}/health")
