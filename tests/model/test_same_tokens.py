@@ -59,9 +59,10 @@ def test_with_chunks(llm: LLM, mixed, params, alone, chunk, monkeypatch):
     assert tokens(llm, mixed, params) == alone
 
 
-def test_after_preemption(model_name, llm, prompts):
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_after_preemption(model_name, llm, prompts, temperature):
     """A history of few blocks, so that the youngest rows lose theirs and start again."""
-    long = SamplingParams(temperature=0.8, top_k=50, seed=1234, max_tokens=100, ignore_eos=True)
+    long = SamplingParams(temperature=temperature, top_k=50, seed=1234, max_tokens=100, ignore_eos=True)
     llm.engine.reset_prefix_cache()
     expected = [tokens(llm, [ids], long)[0] for ids in prompts[:6]]
     memory = llm.engine.plan.memory
