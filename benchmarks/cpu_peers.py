@@ -145,7 +145,8 @@ class InProcess:
     def measure(self) -> dict[str, float]:
         task = json.dumps({"engine": self.name, "model": self.model, "settings": self.settings})
         text = run([str(self.python), __file__, "--worker", task], 1800, env=os.environ | self.variables)
-        return json.loads(text.splitlines()[-1])
+        # vLLM's processes may log to the same stream after the answer.
+        return json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
 
 
 def vllm(options: argparse.Namespace) -> InProcess:
