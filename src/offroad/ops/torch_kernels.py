@@ -12,6 +12,7 @@ from offroad.models.spec import AttentionSpec
 from offroad.ops import attention, linear
 from offroad.ops.spec import Bound, Problem, Registry, Verdict, refuse
 from offroad.quant.packed import Packed
+from offroad.quant.scheme import layout_of
 from offroad.run.rows import PagedView, Rows
 
 REFERENCE_COST, TORCH_COST = 1000.0, 100.0
@@ -39,8 +40,6 @@ class TorchKernel:
 
 
 def _canonical(device: DeviceProfile, problem: Problem) -> Verdict:
-    from offroad.quant.scheme import layout_of
-
     return Verdict(True, "dequantises on each call", layout=layout_of(problem.stored))
 
 
