@@ -137,16 +137,16 @@ class Runner:
         position and lengths have not moved.
         """
         last = torch.from_numpy((rows.offset + rows.width - 1).astype(np.int64)).to(self.device)
+        row_of = torch.from_numpy(np.repeat(np.arange(len(rows.slot)), rows.width)).to(self.device)
         bad = torch.full((len(rows.slot),), len(ops.layers), dtype=torch.int16, device=self.device)
 
         def look(layer: int, residual: torch.Tensor) -> None:
             finite = torch.isfinite(residual).all(-1)
-            at = torch.arange(len(rows.slot), device=self.device)
             if len(finite) == rows.tokens:
-                finite = finite[last]
+                # Any token of the row: the last one may only see the value a layer later, through attention.
+                broken = row_of[~finite]
             else:  # the last layer keeps the wanted tokens only
-                at = torch.isin(last, rows.wanted).nonzero()[:, 0]
-            broken = at[~finite]
+                broken = torch.isin(last, rows.wanted).nonzero()[:, 0][~finite]
             bad[broken] = torch.minimum(bad[broken], torch.full_like(bad[broken], layer))
 
         self.model.forward(rows, replace(ops, observe=look))
