@@ -122,14 +122,9 @@ class Gemma3:
         h = ops.layers[0].norm("input_norm", residual)
         last = len(ops.layers) - 1
         for i, layer in enumerate(ops.layers):
-            q, k, v = layer.qkv_rope(layer.linear("qkv", h), rows)
-            h = layer.linear("o", layer.attention(q, k, v, rows))
+            h = layer.attention_block(h, rows)
             if i == last:  # nothing is stored after this: only the wanted tokens go on
                 h, residual = h[rows.wanted], residual[rows.wanted]
-            h, residual = layer.sandwich_norm("post_attention_norm", "mlp_norm", h, residual)
-            h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
-            following = ops.model if i == last else ops.layers[i + 1]
-            name = "norm" if i == last else "input_norm"
-            h, residual = layer.sandwich_norm("post_mlp_norm", name, h, residual, weight_of=following)
+            h, residual = layer.mlp_block(h, residual)
             ops.observe(i, residual)
         return h

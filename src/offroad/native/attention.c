@@ -3,6 +3,7 @@
    A task is a run of queries of one row with the query heads of one KV head, over one span of SPAN positions. Spans
    and the key tiles inside them begin at multiples of their size in absolute positions, a span's softmax is its own,
    and spans are merged in order. So a query's result depends neither on the chunk it is in nor on the threads. */
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 #include <stdlib.h>
@@ -12,14 +13,6 @@
 #define QR 48           /* (query, head) rows per task */
 #define MAX_DIM 256
 #define KV (KT / VL)
-
-typedef struct {
-    const float *q, *k, *v;
-    float *out, *pages_k, *pages_v;
-    const int32_t *table, *slot, *start, *width, *offset;
-    int64_t rows, columns, block, window, heads, kv_heads, dim, writable;
-    float scale, softcap;
-} attention_t;
 
 typedef struct {
     int32_t row, head, first, count; /* queries [first, first + count) of the row */
@@ -307,7 +300,6 @@ static int64_t make_units(const attention_t *a, unit_t *units, int64_t *parts) {
     return count;
 }
 
-/* See ops/attention.py. Returns 0, or 1 if memory for the work list could not be had. */
 int offroad_attention(const attention_t *a) {
     int64_t parts, units = make_units(a, 0, &parts), failed = 0;
     unit_t few[64], *list = units <= 64 ? few : malloc((size_t)units * sizeof(unit_t));

@@ -15,6 +15,8 @@ _SIGNATURES = {
     "offroad_linear": ([c_char_p], c_int),
     "offroad_embed": ([c_void_p, c_void_p, c_void_p, c_int64, c_float], None),
     "offroad_attention": ([c_char_p], c_int),
+    "offroad_attention_block": ([c_char_p], c_int),
+    "offroad_mlp_block": ([c_char_p], c_int),
     "offroad_set_threads": ([c_int], c_int),
 }
 

@@ -6,6 +6,7 @@
    Order of additions, the same for every number of rows M: inside a unit one chain of fused multiply-adds in order of
    k, from 0; then total = fma(chain, s, total), and total = fma(sum of x, m, total), unit by unit. So a row's result
    depends neither on what it is batched with nor on the number of threads. */
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 #include <stdlib.h>
@@ -27,23 +28,6 @@
 #define MB 96 /* rows of x per task: a multiple of MR; its x stays in L2 */
 
 enum { F32, BF16, Q4, Q8 };
-
-typedef struct {
-    int64_t n, k, group;
-    int32_t kind, half_scales, has_m, unit;
-    const void *q, *s, *m;
-    const float *bias;
-} weight_t;
-
-/* One struct instead of many arguments: see rows.c. What follows `rows` is set here. */
-typedef struct {
-    const weight_t *w;
-    const float *x;
-    float *out;
-    int64_t rows;
-    int64_t per_task, panels;
-    const float *sums; /* [rows][k / unit]: sums of x by unit, for weights with m */
-} job_t;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -110,7 +94,7 @@ INLINE void chain(const weight_t *w, const int kind, const int tiles, int64_t ti
 }
 
 /* One row of x times `tiles` tiles, from packed weights straight into the product. */
-INLINE void direct(const job_t *job, const int kind, const int tiles, int64_t tile) {
+INLINE void direct(const linear_t *job, const int kind, const int tiles, int64_t tile) {
     const weight_t *w = job->w;
     const int affine = kind == Q4 || kind == Q8;
     int64_t groups = affine ? w->k / w->group : 1;
@@ -132,14 +116,14 @@ INLINE void direct(const job_t *job, const int kind, const int tiles, int64_t ti
 }
 
 #define DIRECT(KIND)                                                                                                   \
-    static __attribute__((noinline)) void direct_##KIND(const job_t *job, int64_t tile, int64_t end) {                 \
+    static __attribute__((noinline)) void direct_##KIND(const linear_t *job, int64_t tile, int64_t end) {                 \
         for (; tile + SIDE <= end; tile += SIDE) direct(job, KIND, SIDE, tile);                                        \
         for (; tile < end; tile++) direct(job, KIND, 1, tile);                                                         \
     }
 DIRECT(F32) DIRECT(BF16) DIRECT(Q4) DIRECT(Q8)
 
 static void direct_task(void *argument, int64_t index) {
-    const job_t *job = argument;
+    const linear_t *job = argument;
     int64_t tile = index * job->per_task, end = least(tile + job->per_task, (job->w->n + TILE - 1) / TILE);
     switch (job->w->kind) {
     case F32: direct_F32(job, tile, end); break;
@@ -224,7 +208,7 @@ static void strips(int64_t rows, const panel_t *panel, const float *x, int64_t l
 #undef ARGS
 
 static void panel_task(void *argument, int64_t index) {
-    const job_t *job = argument;
+    const linear_t *job = argument;
     const weight_t *w = job->w;
     int64_t tile = index % job->panels * PT, row = index / job->panels * MB;
     int64_t rows = least(MB, job->rows - row), tiles = least(PT, (w->n + TILE - 1) / TILE - tile), units = w->k / w->unit;
@@ -270,11 +254,10 @@ static void scaled_row(const float *x, int64_t k, float *to) {
             for (int b = 0; b < 4; b++) to[i + 4 * j + b] = x[i + 4 * j + b] * inverse[j];
 }
 
-/* out [rows, n] = x [rows, k] w^T + bias. Returns 0, or 1 if there is no memory for what it needs beside. */
-int offroad_linear(const job_t *given) {
+int offroad_linear(const linear_t *given) {
     static _Thread_local float *space;
     static _Thread_local int64_t size;
-    job_t job = *given;
+    linear_t job = *given;
     const weight_t *w = job.w;
     int64_t tiles = (w->n + TILE - 1) / TILE, units = w->has_m ? w->k / w->unit : 0, needed = job.rows * units + w->k;
     if (!job.rows) return 0;

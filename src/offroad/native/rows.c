@@ -1,4 +1,5 @@
 /* Row-wise ops: norms, gated activations and rotary embedding. One task is a few rows; a row is one thread's. */
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -24,18 +25,8 @@ INLINE void scaled(const float *x, float scale, const float *weight, float *out,
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-/* Arguments of an op come as one struct (the order is that of the caller's struct.pack): one is cheaper to hand over
-   from Python than many. `per_task` is set here. */
-typedef struct {
-    const float *x, *residual, *post, *weight;
-    float *out, *sum;
-    int64_t rows, n;
-    double eps;
-    int64_t per_task;
-} norm_job;
-
 static void norm_task(void *argument, int64_t index) {
-    const norm_job *job = argument;
+    const norm_t *job = argument;
     int64_t n = job->n, end = (index + 1) * job->per_task;
     for (int64_t row = index * job->per_task; row < end && row < job->rows; row++) {
         const float *x = job->x + row * n;
@@ -60,18 +51,11 @@ static int64_t rows_per_task(int64_t rows, int64_t n) {
     return (rows + pieces - 1) / pieces;
 }
 
-/* out = norm(r), sum = r with r = x, residual + x, or residual + norm(x, post): see ops/norm.py. */
-void offroad_norm(const norm_job *given) {
-    norm_job job = *given;
+void offroad_norm(const norm_t *given) {
+    norm_t job = *given;
     job.per_task = rows_per_task(job.rows, job.n);
     pool_run(norm_task, &job, (job.rows + job.per_task - 1) / job.per_task);
 }
-
-typedef struct {
-    const float *x;
-    float *out;
-    int64_t rows, size, gelu, per_task;
-} gate_job;
 
 /* silu(g) = g / (1 + exp(-g)); gelu with tanh(y) is g / (1 + exp(-2 y)): no cancellation. */
 INLINE vf gated(vf gate, vf up, int64_t gelu) {
@@ -81,7 +65,7 @@ INLINE vf gated(vf gate, vf up, int64_t gelu) {
 }
 
 static void gate_task(void *argument, int64_t index) {
-    const gate_job *job = argument;
+    const gated_t *job = argument;
     int64_t size = job->size, end = (index + 1) * job->per_task;
     for (int64_t row = index * job->per_task; row < end && row < job->rows; row++) {
         const float *gate = job->x + row * 2 * size, *up = gate + size;
@@ -98,21 +82,11 @@ static void gate_task(void *argument, int64_t index) {
     }
 }
 
-/* out [rows, size] = act(gate) * up of x [rows, 2 size]. */
-void offroad_gated(const gate_job *given) {
-    gate_job job = *given;
+void offroad_gated(const gated_t *given) {
+    gated_t job = *given;
     job.per_task = rows_per_task(job.rows, job.size * 4);
     pool_run(gate_task, &job, (job.rows + job.per_task - 1) / job.per_task);
 }
-
-typedef struct {
-    const float *qkv, *table, *q_norm, *k_norm;
-    const int64_t *positions;
-    float *q, *k, *v;
-    int64_t tokens, heads, kv_heads, dim, rope_dim;
-    double eps;
-    int64_t per_task;
-} rope_job;
 
 INLINE void rope_head(const float *x, const float *weight, const float *cos_, const float *sin_, float *out, int64_t dim,
                       int64_t rope_dim, float eps) {
@@ -130,7 +104,7 @@ INLINE void rope_head(const float *x, const float *weight, const float *cos_, co
 }
 
 static void rope_task(void *argument, int64_t index) {
-    const rope_job *job = argument;
+    const qkv_rope_t *job = argument;
     int64_t dim = job->dim, end = (index + 1) * job->per_task, half = job->rope_dim / 2;
     for (int64_t token = index * job->per_task; token < end && token < job->tokens; token++) {
         const float *from = job->qkv + token * (job->heads + 2 * job->kv_heads) * dim;
@@ -143,9 +117,8 @@ static void rope_task(void *argument, int64_t index) {
     }
 }
 
-/* q, k and v out of the fused projection, the first two normed where weights are given, and rotated. */
-void offroad_qkv_rope(const rope_job *given) {
-    rope_job job = *given;
+void offroad_qkv_rope(const qkv_rope_t *given) {
+    qkv_rope_t job = *given;
     job.per_task = rows_per_task(job.tokens, (job.heads + 2 * job.kv_heads) * job.dim);
     pool_run(rope_task, &job, (job.tokens + job.per_task - 1) / job.per_task);
 }

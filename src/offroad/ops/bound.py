@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ class LayerOps:
     """The ops of one layer (or of the model's own tensors) in one phase.
 
     `bounds` are kernels by op, linears as "linear:name"; `attention_verify` and `attention_chunk` may differ, then a
-    mixed step calls each on its own rows.
+    mixed step calls each on its own rows. `following` is the weight of the norm after the layer: the next layer's
+    first, or the model's. `described` is where fused kernels keep what they need of the layer.
     """
 
     bounds: dict[str, Bound]
@@ -31,6 +33,8 @@ class LayerOps:
     view: PagedView | None = None
     attention_verify: Bound | None = None
     attention_chunk: Bound | None = None
+    following: torch.Tensor | None = None
+    described: dict[str, Any] = field(default_factory=dict)
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """`x w^T + b` by the linear `name`; x [tokens, k] -> [tokens, n]."""
@@ -39,16 +43,21 @@ class LayerOps:
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.bounds["norm"](x, self.tensors[name], self.eps)
 
-    def add_norm(self, name: str, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x)."""
-        return self.bounds["add_norm"](x, residual, self.tensors[name], self.eps)
-
-    def sandwich_norm(
-        self, post: str, name: str, x: torch.Tensor, residual: torch.Tensor, weight_of: LayerOps | None = None
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, post: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(r, name), r) with r = residual + norm(x, post); `name` is looked up in `weight_of` if given."""
-        weight = (weight_of or self).tensors[name]
-        return self.bounds["sandwich_norm"](x, residual, self.tensors[post], weight, self.eps)
+        """(norm(r), r) with r = residual + x, or residual + norm(x, post) if `post` is given."""
+        if post is None:
+            return self.bounds["add_norm"](x, residual, weight, self.eps)
+        return self.bounds["sandwich_norm"](x, residual, post, weight, self.eps)
+
+    def attention_block(self, h: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """From normed hidden states to what attention adds to the residual stream; [tokens, hidden] both."""
+        return self.bounds["attention_block"](h, rows, self)
+
+    def mlp_block(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds x, then the mlp's output, to the residual stream; gives (that normed for what follows, that)."""
+        return self.bounds["mlp_block"](x, residual, self)
 
     def qkv_rope(self, qkv: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated."""

@@ -96,6 +96,32 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
         yield from both(MODEL, op, {"hidden": spec.hidden})
 
 
+def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
+    """The blocks of every layer, each problem with the kernels that its parts have got in `cells`.
+
+    Chunks' attention stands beside a step's verify rows, so a prefill block needs both attention kernels.
+    """
+    residual = ["sandwich_norm" if Cell(MODEL, "sandwich_norm", "decode") in cells else "add_norm"]
+    for i in range(len(spec.layers)):
+        for phase in PHASES:
+            names = {
+                "attention_block": [(op, phase) for op in ("linear:qkv", "qkv_rope", "attention", "linear:o")],
+                "mlp_block": [(op, phase) for op in (*residual, "linear:gate_up", "gated_activation", "linear:down")],
+            }
+            if phase == "prefill":
+                names["attention_block"].append(("attention", "decode"))
+            for op, parts in names.items():
+                found = tuple(
+                    (part if at == phase else f"{part}.{at}", _kernel(cells, i, part, at)) for part, at in parts
+                )
+                yield Group(((Cell(i, op, phase), Problem(op, phase, dtype, parts=found)),))
+
+
+def _kernel(cells: dict[Cell, Choice], layer: int, op: str, phase: str) -> str:
+    choice = cells.get(Cell(layer, op, phase)) or cells[Cell(MODEL, op, phase)]
+    return choice.kernel
+
+
 def _attention(layer: LayerSpec, block: int) -> tuple[dict[str, int], tuple[str, ...]]:
     mixer: AttentionSpec = layer.mixer
     item = dict(layer.items)["kv"]

@@ -17,7 +17,7 @@ from offroad.errors import PlanError
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Memory
-from offroad.ops.cells import MODEL, Cell, Choice, Resolver, groups
+from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
 from offroad.weights.source import Headers
@@ -204,6 +204,8 @@ def plan(
     resolver = Resolver(registry, device, settings)
     cells: dict[Cell, Choice] = {}
     for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
+        cells |= resolver.resolve(group)
+    for group in list(block_groups(spec, dtype, cells)):
         cells |= resolver.resolve(group)
     if open_cells := {cell: choice for cell, choice in cells.items() if not choice.kernel}:
         raise PlanError(

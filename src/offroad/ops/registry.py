@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 
 from offroad.native.pack import PACKERS
-from offroad.ops import activation, attention, cpu_kernels, linear, norm, rope, torch_kernels
+from offroad.ops import activation, attention, block_kernels, blocks, cpu_kernels, linear, norm, rope, torch_kernels
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
 
@@ -20,6 +20,9 @@ def default_registry() -> Registry:
             registry.add_op(op)
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
+    for op in blocks.OPS:
+        registry.add_op(op)
+    block_kernels.register(registry)
     return registry
 
 

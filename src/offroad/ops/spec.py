@@ -38,6 +38,7 @@ class Problem:
     sizes: tuple[tuple[str, int], ...] = ()
     features: frozenset[str] = frozenset()
     stored: tuple[str, ...] = ()  # linear: how the checkpoint stores each part
+    parts: tuple[tuple[str, str], ...] = ()  # a block: its parts and the kernel that the plan has for each
 
     def size(self, name: str) -> int:
         return dict(self.sizes)[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ class Rows:
     @property
     def tokens(self) -> int:
         return self.ids.shape[0]
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of positions, slots, starts, widths and offsets: every layer's kernels ask for them."""
+        return tuple(t.data_ptr() for t in (self.positions, self.slot_t, self.start_t, self.width_t, self.offset_t))
 
     def parts(self) -> tuple[Rows, Rows, int]:
         """(verify rows, chunk rows, tokens of the former); ids and positions are cut, offsets start from 0 in each."""

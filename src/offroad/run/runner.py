@@ -57,6 +57,8 @@ class Runner:
 
     def _bind(self, spec: ModelSpec, weights: Weights, bounds: dict[Cell, Bound], phase: str) -> Ops:
         shared = {cell.op: bound for cell, bound in bounds.items() if cell.layer == MODEL and cell.phase == phase}
+        firsts = [loaded.tensors["input_norm"] for loaded in weights.layers]
+        following = [*firsts[1:], weights.tensors["norm"]]
         layers = []
         for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
             own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
@@ -72,6 +74,7 @@ class Runner:
                     self.arrays.views[i],
                     bounds[Cell(i, "attention", "decode")],
                     bounds[Cell(i, "attention", "prefill")],
+                    following[i],
                 )
             )
         model = LayerOps(shared, {"embed": weights.embed, "head": weights.head}, weights.tensors, spec.norm_eps)

@@ -1,0 +1,40 @@
+"""Blocks: the largest ops, which a model calls by name. A kernel may do one whole, else it is done by its parts.
+
+A block is given its layer, and calls the layer's parts as the plan resolved them: so no family knows what is fused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offroad.ops.activation import TOLERANCE
+from offroad.ops.spec import OpSpec
+from offroad.run.rows import Rows
+
+if TYPE_CHECKING:
+    from offroad.ops.bound import LayerOps
+
+
+def attention_block(h: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tensor:
+    """`o(attention(rope(qkv(h))))`, storing the step's keys and values; h [tokens, hidden] -> [tokens, hidden]."""
+    q, k, v = layer.qkv_rope(layer.linear("qkv", h), rows)
+    return layer.linear("o", layer.attention(q, k, v, rows))
+
+
+def mlp_block(x: torch.Tensor, residual: torch.Tensor, layer: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mlp between two residual adds: (norm(r), r), r = s + mlp(norm(s)), s = residual + x; [tokens, hidden].
+
+    The last norm is the next layer's first (or the model's). Where a layer has post norms, what is added is normed.
+    """
+    tensors = layer.tensors
+    h, residual = layer.add_norm(x, residual, tensors["mlp_norm"], tensors.get("post_attention_norm"))
+    h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+    return layer.add_norm(h, residual, layer.following, tensors.get("post_mlp_norm"))
+
+
+OPS = (
+    OpSpec("attention_block", attention_block.__doc__ or "", attention_block, TOLERANCE),
+    OpSpec("mlp_block", mlp_block.__doc__ or "", mlp_block, TOLERANCE),
+)
