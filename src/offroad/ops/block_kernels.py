@@ -42,7 +42,7 @@ class PartsKernel:
 
 @dataclass(frozen=True)
 class FusedCpuKernel:
-    """A block in one C call, which runs its parts' C functions one after the other: the result is theirs, bit for bit."""
+    """A block in one C call, which runs its parts' C functions in turn: the result is theirs, bit for bit."""
 
     name: str
     op: str

@@ -22,6 +22,8 @@ class Arrays:
         slots, self.device = plan.memory.slots, device
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
+        # On a CPU the same memory as an array: indexing it costs a tenth of what a tensor's does.
+        self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
         self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
         self.views = self._views(plan, spec)
@@ -56,31 +58,45 @@ class Arrays:
                 picked = edits[edits[:, 1] == int(table)].to(self.device)
                 self.tables[table][picked[:, 0], picked[:, 2]] = picked[:, 3].to(torch.int32)
 
+    def put(self, slots: np.ndarray, positions: np.ndarray, drawn: torch.Tensor) -> None:
+        """Writes drawn tokens, int64 [n] on the device, at positions of slots. A sequence that is at its limit draws a
+        token that has no place: it goes to the last one, and the scheduler ends the sequence."""
+        positions = np.minimum(positions, self.tokens.shape[1] - 1)
+        if self.shared is not None:
+            self.shared[slots, positions] = drawn.numpy()
+            return
+        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
+        self.tokens[at[0], at[1]] = drawn
+
     def rows(self, step: Step) -> Rows:
         """The step's rows as tensors; `wanted` holds the last token of each row that wants something."""
-        width = step.width.astype(np.int32)
-        offset = np.zeros_like(width)
-        np.cumsum(width[:-1], out=offset[1:])
-        start = self.length[step.slot]
-        total = int(width.sum())
-        of_row = np.repeat(np.arange(len(width)), width)
-        positions = np.arange(total) - offset[of_row] + start[of_row]
-        wanted = (offset + width - 1)[step.wants > 0].astype(np.int64)
-        packed = torch.from_numpy(np.stack((step.slot[of_row].astype(np.int64), positions))).to(self.device)
-        rows = torch.from_numpy(np.stack((step.slot.astype(np.int32), start.astype(np.int32), width, offset))).to(
-            self.device
-        )
+        slot, width, start = step.slot.astype(np.int32), step.width.astype(np.int32), self.length[step.slot]
+        end = width.cumsum(dtype=np.int32)
+        offset = end - width
+        if end[-1] == len(width):  # every row has one token
+            of_token, positions = slot, start
+        else:
+            of_token = np.repeat(slot, width)
+            positions = np.arange(end[-1]) + np.repeat(start - offset, width)
+        packed = np.stack((slot, start, width, offset), dtype=np.int32, casting="same_kind")
+        rows = torch.from_numpy(packed).to(self.device)
+        if self.shared is not None:
+            positions_t = torch.from_numpy(positions)
+            ids = torch.from_numpy(self.shared[of_token, positions])
+        else:
+            at = torch.from_numpy(np.stack((of_token, positions))).to(self.device)
+            ids, positions_t = self.tokens[at[0], at[1]], at[1]
         return Rows(
-            ids=self.tokens[packed[0], packed[1]],
-            positions=packed[1],
-            slot=step.slot.astype(np.int32),
-            start=start.astype(np.int32),
-            width=width,
-            offset=offset,
+            ids=ids,
+            positions=positions_t,
+            slot=packed[0],
+            start=packed[1],
+            width=packed[2],
+            offset=packed[3],
             slot_t=rows[0],
             start_t=rows[1],
             width_t=rows[2],
             offset_t=rows[3],
-            verify=int((step.kind == Kind.VERIFY).sum()),
-            wanted=torch.from_numpy(wanted).to(self.device),
+            verify=int(np.count_nonzero(step.kind == Kind.VERIFY)),
+            wanted=torch.from_numpy((end - 1)[step.wants > 0].astype(np.int64)).to(self.device),
         )

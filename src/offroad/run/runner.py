@@ -108,10 +108,9 @@ class Runner:
             slots, positions = step.slot[wanting], after[wanting]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
             # A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn.
-            finite = torch.isfinite(hidden.float().sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]).cpu().numpy()
-            at = torch.from_numpy(np.stack((slots.astype(np.int64), positions.astype(np.int64)))).to(self.device)
-            # A sequence that is at its limit samples a token that has no place; the scheduler ends it.
-            arrays.tokens[at[0], at[1].clamp(max=arrays.tokens.shape[1] - 1)] = drawn
+            mark = hidden.float().sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+            finite = np.isfinite(mark.cpu().numpy())
+            arrays.put(slots, positions, drawn)
             tokens[wanting, 0] = drawn.cpu().numpy()
             if not finite.all():
                 bad[wanting[~finite]] = self._bad_layers(rows, ops)[wanting[~finite]]

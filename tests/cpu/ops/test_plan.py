@@ -114,3 +114,34 @@ def test_the_fingerprint_names_what_computes():
 def test_layer_ranges():
     assert layer_ranges([0, 1, 2, 4]) == "0-2,4"
     assert layer_ranges([-1]) == "model"
+
+
+def test_a_block_is_fused_where_all_its_parts_are_c_kernels_and_the_plan_says_why_not():
+    def blocks(made: Plan, op: str) -> dict[str, set[str]]:
+        return {
+            phase: {choice.kernel for cell, choice in made.cells.items() if (cell.op, cell.phase) == (op, phase)}
+            for phase in ("prefill", "decode")
+        }
+
+    device = load_profile("cpu-avx2")
+    for model in ("smollm2-135m", "gemma3-270m"):
+        made = make(model, device)
+        for op in ("attention_block", "mlp_block"):
+            assert blocks(made, op) == {"prefill": {f"cpu.{op}"}, "decode": {f"cpu.{op}"}}
+    made = make("smollm2-135m", device, kernel=["attention=torch.sdpa"])
+    assert blocks(made, "attention_block") == {phase: {"parts.attention_block"} for phase in ("prefill", "decode")}
+    assert blocks(made, "mlp_block") == {phase: {"cpu.mlp_block"} for phase in ("prefill", "decode")}
+    refusal = "refused cpu.attention_block: needs cpu.attention for attention; the plan has torch.sdpa"
+    assert refusal in made.explain()
+    made = make("smollm2-135m", device, kernel=["linear:down=torch.linear"])
+    assert blocks(made, "mlp_block") == {phase: {"parts.mlp_block"} for phase in ("prefill", "decode")}
+    assert "needs cpu.linear for linear:down; the plan has torch.linear" in made.explain()
+    assert blocks(make("smollm2-135m", device, kernel=["mlp_block=parts.mlp_block"]), "mlp_block") == {
+        phase: {"parts.mlp_block"} for phase in ("prefill", "decode")
+    }
+
+
+def test_a_named_fused_block_whose_parts_are_others_fails_the_plan():
+    kernel = ["attention=torch.sdpa", "attention_block=cpu.attention_block"]
+    with pytest.raises(PlanError, match=r"needs cpu\.attention for attention; the plan has torch\.sdpa"):
+        make("smollm2-135m", load_profile("cpu-avx2"), kernel=kernel)
