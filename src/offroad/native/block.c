@@ -41,6 +41,7 @@ typedef struct {
 /* out [tokens, hidden] = o(attention(rope(qkv(x)))). */
 int offroad_attention_block(const attention_block_t *b) {
     const attention_layer_t *l = b->layer;
+    if (!b->tokens) return 0;
     int64_t wide = lines(b->tokens * l->heads * l->dim), narrow = lines(b->tokens * l->kv_heads * l->dim);
     float *qkv = scratch(3 * wide + 4 * narrow);
     if (!qkv) return 1;
@@ -72,6 +73,7 @@ typedef struct {
 /* The residual add and norm before the mlp, the mlp, and the residual add and norm after it: out and sum [rows, hidden]. */
 int offroad_mlp_block(const mlp_block_t *b) {
     const mlp_layer_t *l = b->layer;
+    if (!b->rows) return 0;
     int64_t hidden = l->gate_up->k, size = l->down->k, row = lines(b->rows * hidden), act = lines(b->rows * size);
     float *h = scratch(3 * row + 3 * act);
     if (!h) return 1;

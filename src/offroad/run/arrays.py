@@ -22,7 +22,7 @@ class Arrays:
         slots, self.device = plan.memory.slots, device
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
-        # On a CPU the same memory as an array: indexing it costs a tenth of what a tensor's does.
+        # On a CPU the same memory as an array: indexing it costs less than half of what a tensor's does.
         self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
         self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +133,13 @@ def test_fused_blocks_equal_their_parts_bit_for_bit(shape):
             ):
                 assert torch.equal(one, other)
     assert not torch.equal(fused.view.k, layer.view.k), "keys were stored"
+
+
+def test_no_rows_give_no_rows_also_on_a_thread_that_has_no_scratch_memory_yet():
+    layer, nothing = with_blocks(make_layer(*SHAPES[0]), "cpu"), torch.empty(0, SHAPES[0][0])
+    with ThreadPoolExecutor(1) as pool:
+        out, total = pool.submit(layer.mlp_block, nothing, nothing).result()
+    assert out.shape == total.shape == nothing.shape
 
 
 @pytest.mark.parametrize("op", ["attention_block", "mlp_block"])
