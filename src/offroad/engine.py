@@ -16,7 +16,7 @@ from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
-from offroad.models.registry import resolve_model
+from offroad.models.registry import resolve_source
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
@@ -38,9 +38,10 @@ def _silent(phase: str, fraction: float, note: str) -> None:
 
 def make_plan(settings: Settings, source: Source) -> Plan:
     """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    resolved = resolve_model(source.config)
+    resolved, source = resolve_source(source)
     verify_headers(resolved.spec, source)
-    dtype = source.config.get("torch_dtype") or source.config.get("dtype")
+    config = {**source.config.get("text_config", {}), **source.config}
+    dtype = config.get("torch_dtype") or config.get("dtype")
     name = settings.served_model_name or settings.model
     return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
 
@@ -73,7 +74,7 @@ class Engine:
                 accepted="auto, cpu, cuda",
                 next=f"use `offroad plan --device {self.plan.device.name}`",
             )
-        resolved = resolve_model(source.config)
+        resolved, source = resolve_source(source)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())
@@ -103,8 +104,8 @@ class Engine:
             window_blocks=p.memory.window_blocks,
             keep=p.keep,
             slots=p.memory.slots,
-            checkpoints=0,
-            rings=False,
+            checkpoints=p.memory.checkpoints,
+            rings=p.memory.checkpoint_bytes > 0,
             k=p.k,
             max_len=p.max_len,
             namespace=p.fingerprint,

@@ -40,6 +40,7 @@ class Settings:
     memory_utilization: float = 0.8
     enable_prefix_caching: bool = True
     checkpoint_interval: int = 1024
+    checkpoint_memory_bytes: int = 0
     seed: int = 0
     max_waiting: int = 256
     host: str = "127.0.0.1"
@@ -57,6 +58,7 @@ class Settings:
             ("kv_cache_memory_bytes", self.kv_cache_memory_bytes >= 0, "0 or more bytes"),
             ("memory_utilization", 0.0 < self.memory_utilization <= 1.0, "more than 0, at most 1"),
             ("checkpoint_interval", self.checkpoint_interval >= 0, "0 (off) or a number of tokens"),
+            ("checkpoint_memory_bytes", self.checkpoint_memory_bytes >= 0, "0 (the plan chooses) or more bytes"),
             ("threads", self.threads >= 0, "0 (all cores) or more"),
             ("max_waiting", self.max_waiting >= 1, "1 or more"),
             ("port", 0 <= self.port <= 65535, "0 to 65535 (0: any free one)"),

@@ -50,10 +50,40 @@ def tiny_config(family: str):
         return Gemma3TextConfig(
             **values, head_dim=32, sliding_window=20, query_pre_attn_scalar=24, rope_local_base_freq=1000.0
         )
+    if family.startswith("qwen3_5"):
+        return _qwen3_5(family)
     raise ValueError(family)
 
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3")
+def _qwen3_5(family: str):
+    from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+
+    rope = dict(
+        rope_type="default",
+        rope_theta=1e7,
+        partial_rotary_factor=0.25,
+        mrope_interleaved=True,
+        mrope_section=[2, 1, 1],
+    )
+    values = COMMON | dict(
+        num_hidden_layers=4,
+        head_dim=32,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        rope_parameters=rope,
+    )
+    if family == "qwen3_5_moe":
+        del values["intermediate_size"]
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+        return Qwen3_5MoeTextConfig(**values, **experts, shared_expert_intermediate_size=48, tie_word_embeddings=False)
+    return Qwen3_5TextConfig(**values, tie_word_embeddings=family == "qwen3_5_tied")
+
+
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3", "qwen3_5", "qwen3_5_moe")
 
 
 def tiny_tokenizer() -> str:
@@ -77,6 +107,20 @@ def tiny_tokenizer() -> str:
     return tokenizer.to_str()
 
 
+def _initialise(family: str, name: str, parameter: torch.Tensor) -> None:
+    """Larger than the default, so that a wrong norm, bias, decay or rotation changes the tokens."""
+    if name.endswith("dt_bias"):
+        parameter.uniform_(-4.0, 1.0)
+    elif name.endswith("A_log"):
+        parameter.uniform_(-2.0, 2.0)
+    elif family.startswith("qwen3_5"):
+        parameter.normal_(float("linear_attn.norm" in name), 0.1 if parameter.ndim == 1 else 0.08)
+    else:
+        parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5)
+        if "norm" in name and family != "gemma3":
+            parameter.add_(1.0)
+
+
 def write_tiny(family: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     """Saves a tiny checkpoint with a tokenizer and chat template to `folder`; returns transformers' model in fp32."""
     from transformers import AutoModelForCausalLM
@@ -85,10 +129,7 @@ def write_tiny(family: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_config(tiny_config(family), attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Larger than the default, so that a wrong norm, bias or rotation changes the tokens.
-            parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 2.0 / parameter.shape[-1] ** 0.5)
-            if "norm" in name and family != "gemma3":
-                parameter.add_(1.0)
+            _initialise(family, name, parameter)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tiny_tokenizer())
     config = {"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}

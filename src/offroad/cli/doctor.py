@@ -133,7 +133,7 @@ def sample_problems(dtype: str) -> list[Problem]:
     for phase in ("prefill", "decode"):
         made += [
             Problem(op, phase, dtype, dtype, linear, frozenset(), (kind,))
-            for op in ("linear", "embed")
+            for op in ("linear", "embed", "grouped_linear")
             for kind in stored
         ]
         made.append(Problem("attention", phase, dtype, dtype, attention))
@@ -144,6 +144,8 @@ def sample_problems(dtype: str) -> list[Problem]:
             for kind in ("silu", "gelu_tanh")
         ]
         made += [Problem(op, phase, dtype, dtype, (("hidden", 2048),)) for op in ("norm", "add_norm", "sandwich_norm")]
+        made += [Problem(op, phase, dtype, dtype) for op in ("gated_delta", "output_gate", "route")]
+        made += [Problem(op, phase, dtype, dtype) for op in ("attention_block", "mlp_block")]
     return made
 
 

@@ -35,6 +35,7 @@ def show(model: Model, json_output: Json = False, *, flags: dict[str, Any], conf
 def describe(name: str, source: Any) -> dict[str, Any]:
     """Facts of a `Source` for a program. Raises ModelError for an architecture that is not served."""
     from offroad.models.registry import resolve_model
+    from offroad.models.spec import AttentionSpec
 
     spec = resolve_model(source.config).spec
     files = source.tokenizer()
@@ -48,7 +49,7 @@ def describe(name: str, source: Any) -> dict[str, Any]:
         for length in header.shape:
             count *= length
         parameters += count
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
     windows = sorted({m.window for m in mixers if m.window})
     return {
         "name": name,
@@ -59,6 +60,8 @@ def describe(name: str, source: Any) -> dict[str, Any]:
         "layers": len(spec.layers),
         "window_layers": sum(1 for m in mixers if m.window),
         "windows": windows,
+        "recurrent_layers": len(spec.layers) - len(mixers),
+        "experts": sorted({layer.moe.experts for layer in spec.layers if layer.moe}),
         "hidden": spec.hidden,
         "ffn": sorted({layer.ffn.size for layer in spec.layers}),
         "heads": sorted({m.heads for m in mixers}),

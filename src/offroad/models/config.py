@@ -43,12 +43,41 @@ HARMLESS = frozenset(
 )
 
 
+# Fields of a multimodal config that say nothing of its text part.
+_MULTIMODAL = frozenset(
+    [
+        "audio_config",
+        "audio_token_id",
+        "boa_token_id",
+        "boi_token_id",
+        "eoa_token_id",
+        "eoa_token_index",
+        "eoi_token_id",
+        "image_token_id",
+        "text_config",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_soft_tokens_per_image",
+        "vision_start_token_id",
+    ]
+)
+
+
 class Config:
     """Typed reads of a config; `done()` refuses fields that nobody read and that are not known to be harmless."""
 
     def __init__(self, values: dict[str, Any], family: str) -> None:
         self.values, self.family = values, family
         self.read: set[str] = set()
+
+    @classmethod
+    def text(cls, values: dict[str, Any], family: str) -> Config:
+        """The text part of a multimodal config, with what stands outside it; a plain text config as it is."""
+        if not isinstance(values.get("text_config"), dict):
+            return cls(values, family)
+        outside = {name: value for name, value in values.items() if name not in _MULTIMODAL}
+        return cls({**values["text_config"], **outside}, family)
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The value of `name`; ModelError if it is absent without a default or of another type."""
@@ -78,6 +107,37 @@ class Config:
                 next=f"this variant of {self.family} is not implemented",
             )
 
+    def choice(self, name: str, default: str, *accepted: str) -> str:
+        """The value of `name`, one of `accepted`."""
+        self.expect(name, *accepted)
+        return self.values.get(name) or default
+
+    def expect_in(self, where: str, values: dict[str, Any], name: str, accepted: Any) -> None:
+        """Takes `name` out of an object in the config; refuses a value other than `accepted`."""
+        value = values.pop(name, accepted)
+        if value != accepted:
+            raise ModelError(
+                f"config.json: {where}.{name}",
+                found=repr(value),
+                accepted=repr(accepted),
+                next=f"this variant of {self.family} is not implemented",
+            )
+
+    def layer_types(self, usual: str, other: str, interval: int) -> list[str]:
+        """The kind of each layer: as listed, else every `interval`-th is `other`. ModelError for an unknown kind."""
+        count = self.get("num_hidden_layers", int)
+        kinds = self.get("layer_types", list, [other if (i + 1) % interval == 0 else usual for i in range(count)])
+        unknown = [(i, kind) for i, kind in enumerate(kinds) if kind not in (usual, other)]
+        if unknown:
+            raise ModelError(
+                f"config.json: layer_types[{unknown[0][0]}]", found=repr(unknown[0][1]), accepted=f"{usual}, {other}"
+            )
+        if len(kinds) != count:
+            raise ModelError(
+                "config.json: layer_types", found=f"{len(kinds)} entries", accepted=f"{count}, one a layer"
+            )
+        return kinds
+
     def rope(self, base: float) -> tuple[float, tuple[tuple[str, float | str], ...]]:
         """(base, scaling) from `rope_theta` and `rope_scaling`, or from the newer `rope_parameters`."""
         parameters = dict(self.get("rope_parameters", dict, {}))
@@ -88,20 +148,30 @@ class Config:
         return base, self.scaling(scaling)
 
     def scaling(self, scaling: dict[str, Any]) -> tuple[tuple[str, float | str], ...]:
-        """Sorted scaling parameters; empty for "default". ModelError for kinds other than linear and llama3."""
+        """Sorted scaling parameters; empty for "default". ModelError for other kinds, and for parameters that the kind
+        does not have."""
         kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind == "default":
-            return ()
         needed = {
+            "default": (),
             "linear": ("factor",),
+            "proportional": ("partial_rotary_factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
         }
         if kind not in needed:
-            raise ModelError("config.json: rope scaling", found=repr(kind), accepted="default, linear, llama3")
+            raise ModelError("config.json: rope scaling", found=repr(kind), accepted=", ".join(needed))
         if missing := [name for name in needed[kind] if name not in scaling]:
             raise ModelError(
                 f"config.json: rope scaling {kind}", found=f"no {', '.join(missing)}", accepted=", ".join(needed[kind])
             )
+        known = {"rope_type", "type", *needed[kind]}
+        if unknown := [name for name, value in scaling.items() if name not in known and value is not None]:
+            raise ModelError(
+                f"config.json: rope {kind}: unknown parameters",
+                found=", ".join(f"{name}={scaling[name]!r}" for name in unknown),
+                accepted=", ".join(needed[kind]) or "none",
+            )
+        if kind == "default":
+            return ()
         return tuple(sorted([("rope_type", kind), *((name, float(scaling[name])) for name in needed[kind])]))
 
     def done(self) -> None:

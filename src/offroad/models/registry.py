@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import torch
 
 from offroad.errors import ModelError
-from offroad.models import gemma3, llama
+from offroad.models import gemma3, llama, qwen3_5
 from offroad.models.spec import ModelSpec
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
+from offroad.weights.source import Source, renamed
 
 
 class Model(Protocol):
@@ -28,7 +29,7 @@ class Resolved:
     model: type[Model]
 
 
-_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3))
+_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3), (qwen3_5, qwen3_5.Qwen3_5))
 
 
 def architectures() -> dict[str, str]:
@@ -48,3 +49,9 @@ def resolve_model(config: dict[str, Any]) -> Resolved:
     raise ModelError(
         "architecture", found=found, accepted=", ".join(architectures()), next="serve a model of one of these families"
     )
+
+
+def resolve_source(source: Source) -> tuple[Resolved, Source]:
+    """The spec and class for a checkpoint, and the checkpoint under the names that the spec uses."""
+    resolved = resolve_model(source.config)
+    return resolved, renamed(source, resolved.spec.prefixes)

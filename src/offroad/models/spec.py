@@ -7,17 +7,21 @@ a `Ring` in the sequence's slot, or `Shared` with another layer.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One array of an item's row: `shape` per row, e.g. `("k", (kv_heads, head_dim))`."""
+    """One array of an item's row: `shape` per row, e.g. `("k", (kv_heads, head_dim))`.
+
+    `dtype` "kv" and "activation" stand for the plan's; others are names of dtypes.
+    """
 
     name: str
     shape: tuple[int, ...]
-    dtype: str | None = None  # None: the plan's KV dtype
+    dtype: str = "kv"
 
     @property
     def numel(self) -> int:
@@ -72,16 +76,26 @@ Item = Paged | Ring | Shared
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding: angles `p * base^(-2i/dim) / factor`, halves rotated as in GPT-NeoX (Hugging Face)."""
+    """Rotary embedding: angles `p * base^(-2i/dim) / factor`, halves rotated as in GPT-NeoX (Hugging Face).
+
+    `sections` (of the height and of the width stream): positions are three streams (time, height, width), of which
+    height turns angles 1, 4, .. below 3 * sections[0] and width 2, 5, .. below 3 * sections[1]; time turns the others.
+    """
 
     dim: int
     base: float
     scaling: tuple[tuple[str, float | str], ...] = ()  # sorted items of the checkpoint's rope_scaling, default none
+    sections: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Softmax attention: `softmax(scale * q k^T) v`, causal, over the last `window` positions if set."""
+    """Softmax attention: `softmax(scale * q k^T) v`, causal, over the last `window` positions if set.
+
+    `qk_norm`: q and k are normed per head, with weights; `v_norm`: v is, without. `k_eq_v`: there is no projection of
+    v, which is k as projected. `own_kv` False: the layer has queries only and reads another layer's item.
+    `output_gate`: each head's query rows are followed by as many gate rows; the output is multiplied by their sigmoid.
+    """
 
     heads: int
     kv_heads: int
@@ -91,6 +105,41 @@ class AttentionSpec:
     window: int | None = None
     qk_norm: bool = False
     softcap: float | None = None
+    v_norm: bool = False
+    k_eq_v: bool = False
+    own_kv: bool = True
+    output_gate: bool = False
+
+    @property
+    def q_width(self) -> int:
+        """Rows of the query projection, gates included."""
+        return self.heads * self.head_dim * (2 if self.output_gate else 1)
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Gated DeltaNet: a causal convolution of `kernel` columns, then for each value head a recurrent state
+    [key_dim, value_dim], `S = e^g S + k (beta (v - (e^g S)^T k))^T`, out `S^T q`, normed and multiplied by an
+    activated gate. Value head j uses key head `j // (value_heads / key_heads)`."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+    gate: Literal["silu", "sigmoid"] = "silu"
+
+    @property
+    def channels(self) -> int:
+        """Columns that are convolved: q, k and v of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+Mixer = AttentionSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True)
@@ -102,13 +151,44 @@ class FfnSpec:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """Experts: gated MLPs of `size`, `top_k` of them for a token, weighted by the softmax over all, renormed to 1."""
+
+    experts: int
+    top_k: int
+    size: int
+    activation: Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
 class LinearSpec:
-    """One linear of the running model, `[n, k]`; `parts`: the checkpoint modules stacked along n, with their rows."""
+    """One linear of the running model, `[n, k]`; `parts`: the checkpoint modules stacked along n, with their rows.
+
+    `op` says who reads it: "grouped_linear" holds the weights of `experts` experts one below the other. `fused` names a
+    tensor [experts, n / experts, k] that a checkpoint may have instead of the parts.
+    """
 
     name: str
     parts: tuple[tuple[str, int], ...]
     k: int
     bias: bool = False
+    op: Literal["linear", "grouped_linear", "embed"] = "linear"
+    experts: int = 0
+    fused: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The parts' tensors."""
+        return [f"{module}.weight" for module, _ in self.parts]
+
+    def tensors(self, there: Collection[str]) -> list[str]:
+        """The checkpoint's tensors that make it: the fused one if `there` is one, else the parts'."""
+        return [self.fused] if self.fused in there else self.names
+
+    @property
+    def use(self) -> str:
+        """How cells name it."""
+        return self.op if self.name == self.op else f"{self.op}:{self.name}"
 
     @property
     def n(self) -> int:
@@ -120,30 +200,45 @@ class TensorSpec:
     """One unpacked tensor: its name in the checkpoint (Hugging Face names), where it goes, and how it is changed.
 
     `transform` "plus_one": the checkpoint holds w and the model multiplies by 1 + w (a source may say that it has
-    added the one already, see `Source.conventions`).
+    added the one already, see `Source.conventions`); "matrix": all dimensions but the first become one.
     """
 
     name: str
     target: str
     shape: tuple[int, ...]
-    transform: Literal["", "plus_one"] = ""
+    transform: Literal["", "plus_one", "matrix"] = ""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer: mixer, feed-forward, what it remembers and what it loads."""
 
-    mixer: AttentionSpec
+    mixer: Mixer
     ffn: FfnSpec
     items: tuple[tuple[str, Item], ...]
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
-    needs: frozenset[str] = frozenset()
+    moe: MoeSpec | None = None
+    blocks: frozenset[str] = frozenset({"attention_block", "mlp_block"})  # the blocks that the model calls
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `present`: a tensor that is
+    there if and only if the drafter is."""
+
+    layers: tuple[LayerSpec, ...]
+    linears: tuple[LinearSpec, ...]
+    tensors: tuple[TensorSpec, ...]
+    present: str
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The whole model. `tensors` are those outside layers; `head` None means tied to the embedding."""
+    """The whole model. `tensors` and `linears` are those outside layers; `head` None means tied to the embedding.
+
+    `prefixes`: beginnings of checkpoint names and what stands for them in this spec, tried in order.
+    """
 
     family: str
     hidden: int
@@ -154,6 +249,14 @@ class ModelSpec:
     embed: str
     tensors: tuple[TensorSpec, ...]
     head: LinearSpec | None = None
+    linears: tuple[LinearSpec, ...] = ()
+    draft: DraftSpec | None = None
     embed_scale: float = 1.0
     logit_softcap: float | None = None
     ignored: tuple[str, ...] = field(default=())  # checkpoint tensors that are known and not used (regular expressions)
+    prefixes: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()  # what a user should know of how the checkpoint is understood
+
+    @property
+    def embedding(self) -> LinearSpec:
+        return LinearSpec("embed", ((self.embed, self.vocab),), self.hidden, op="embed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import gelu, silu
 
+from offroad.models.spec import AttentionSpec
 from offroad.ops.spec import OpSpec, Tolerance
 
 TOLERANCE = {"float32": Tolerance(1e-5, 1e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(2e-3, 2e-3)}
@@ -16,4 +17,13 @@ def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     return (silu(gate) if kind == "silu" else gelu(gate, approximate="tanh")) * up
 
 
-OPS = (OpSpec("gated_activation", gated_activation.__doc__ or "", gated_activation, TOLERANCE),)
+def output_gate(x: torch.Tensor, qkv: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """`x * sigmoid(gate)`; x [tokens, heads * dim], the gates are those of qkv (see `AttentionSpec.output_gate`)."""
+    gate = qkv[:, : spec.q_width].view(-1, spec.heads, 2, spec.head_dim)[:, :, 1].flatten(1)
+    return x * gate.sigmoid()
+
+
+OPS = (
+    OpSpec("gated_activation", gated_activation.__doc__ or "", gated_activation, TOLERANCE),
+    OpSpec("output_gate", output_gate.__doc__ or "", output_gate, TOLERANCE),
+)

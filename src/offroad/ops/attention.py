@@ -12,25 +12,41 @@ TOLERANCE = {"float32": Tolerance(2e-5, 2e-5), "bfloat16": Tolerance(2e-2, 1.6e-
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: PagedView,
+    rows: Rows,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Causal attention of each row's tokens over its older rows in pages and its own fresh rows; stores the fresh ones.
 
     q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]. A query at position p sees the
     positions (p - window, p]. Rows before `start` come from pages, rows of this step from `k` and `v`: in a window
     layer a late token of a chunk may already have no block. Then the fresh rows are written where the table has a
-    block (column value above 0). Scores and softmax in fp32.
+    block (column value above 0). A reader of another layer's item stores nothing; without k and v all its keys come
+    from pages, where the other layer has put this step's rows too. Scores and softmax in fp32.
     """
     out = torch.empty_like(q)
     for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
+        slot, start = int(slot), int(start)
         span = slice(int(offset), int(offset + width))
-        first = max(0, int(start) - view.window + 1) if view.window else 0
-        old_k, old_v = gather(view, int(slot), first, int(start))
-        keys, values = torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
-        out[span] = _row(q[span], keys.to(q.dtype), values.to(q.dtype), int(start) - first, view.window, spec)
-        if view.writable:
-            store(view, k[span], v[span], int(slot), int(start))
+        first, keys, values = visible_rows(k, v, view, slot, start, span)
+        out[span] = _row(q[span], keys.to(q.dtype), values.to(q.dtype), start - first, view.window, spec)
+        if k is not None and view.writable:
+            store(view, k[span], v[span], slot, start)
     return out.flatten(1)
+
+
+def visible_rows(
+    k: torch.Tensor | None, v: torch.Tensor | None, view: PagedView, slot: int, start: int, span: slice
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """(first position, keys, values [n, kv_heads, dim]) that the tokens `span` of a row can see."""
+    first = max(0, start - view.window + 1) if view.window else 0
+    if k is None:
+        return first, *gather(view, slot, first, start + span.stop - span.start)
+    old_k, old_v = gather(view, slot, first, start)
+    return first, torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
 
 
 def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 
 def attention_block(h: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tensor:
-    """`o(attention(rope(qkv(h))))`, storing the step's keys and values; h [tokens, hidden] -> [tokens, hidden]."""
-    q, k, v = layer.qkv_rope(layer.linear("qkv", h), rows)
-    return layer.linear("o", layer.attention(q, k, v, rows))
+    """`o(gate * attention(rope(qkv(h))))`, storing the step's keys and values; h [tokens, hidden] -> [tokens, hidden].
+
+    Without an output gate there is no such factor.
+    """
+    qkv = layer.linear("qkv", h)
+    out = layer.attention(*layer.qkv_rope(qkv, rows), rows)
+    return layer.linear("o", layer.output_gate(out, qkv) if layer.mixer.output_gate else out)
 
 
 def mlp_block(x: torch.Tensor, residual: torch.Tensor, layer: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from offroad.models.spec import AttentionSpec, FfnSpec
+from offroad.models.spec import FfnSpec, Mixer, MoeSpec
+from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.spec import Bound
 from offroad.quant.packed import Packed
-from offroad.run.rows import PagedView, Rows
+from offroad.run.rows import PagedView, Rows, View
 
 
 @dataclass
@@ -27,14 +28,20 @@ class LayerOps:
     linears: dict[str, Packed]
     tensors: dict[str, torch.Tensor]
     eps: float
-    mixer: AttentionSpec | None = None
+    mixer: Mixer | None = None
     ffn: FfnSpec | None = None
+    moe: MoeSpec | None = None
     rope: torch.Tensor | None = None
-    view: PagedView | None = None
+    views: dict[str, View] = field(default_factory=dict)
     attention_verify: Bound | None = None
     attention_chunk: Bound | None = None
     following: torch.Tensor | None = None
     described: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def view(self) -> PagedView:
+        """The pages of keys and values."""
+        return self.views["kv"]
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """`x w^T + b` by the linear `name`; x [tokens, k] -> [tokens, n]."""
@@ -59,27 +66,51 @@ class LayerOps:
         """Adds x, then the mlp's output, to the residual stream; gives (that normed for what follows, that)."""
         return self.bounds["mlp_block"](x, residual, self)
 
-    def qkv_rope(self, qkv: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated."""
+    def qkv_rope(self, qkv: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated; no k
+        and v in a layer that reads another's."""
         tensors = self.tensors
         return self.bounds["qkv_rope"](
-            qkv, rows.positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
+            qkv, rows.rope_positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
         )
 
-    def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Attention of the step's tokens, storing their rows; -> [tokens, heads * dim]."""
+    def attention(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+        """Attention of the step's tokens, storing their rows if it has any; -> [tokens, heads * dim]."""
         verify, chunk = self.attention_verify, self.attention_chunk
         if verify is chunk or rows.verify == len(rows.slot):
             return verify(q, k, v, self.view, rows, self.mixer)
         if rows.verify == 0:
             return chunk(q, k, v, self.view, rows, self.mixer)
         first, second, cut = rows.parts()
+        (k0, k1), (v0, v1) = ((None, None) if x is None else (x[:cut], x[cut:]) for x in (k, v))
         return torch.cat(
             (
-                verify(q[:cut], k[:cut], v[:cut], self.view, first, self.mixer),
-                chunk(q[cut:], k[cut:], v[cut:], self.view, second, self.mixer),
+                verify(q[:cut], k0, v0, self.view, first, self.mixer),
+                chunk(q[cut:], k1, v1, self.view, second, self.mixer),
             )
         )
+
+    def output_gate(self, x: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """`x * sigmoid(gate)` with the gates of the fused projection; x [tokens, heads * dim]."""
+        return self.bounds["output_gate"](x, qkv, self.mixer)
+
+    def gated_delta(self, qkvz: torch.Tensor, ba: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Gated DeltaNet between its projections, storing states; -> [tokens, value_heads * value_dim]."""
+        t, views = self.tensors, self.views
+        weights = DeltaWeights(t["conv"], t["a_log"], t["dt_bias"], t["delta_norm"])
+        return self.bounds["gated_delta"](qkvz, ba, views["conv"], views["state"], rows, self.mixer, weights, self.eps)
+
+    def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights fp32, experts) [tokens, top_k] from the router's logits [tokens, experts]."""
+        return self.bounds["route"](logits, self.moe.top_k, self.tensors.get("expert_scale"))
+
+    def experts(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of each token's experts; x [tokens, hidden] -> [tokens, hidden]."""
+        moe, bounds, linears = self.moe, self.bounds, self.linears
+        wide = bounds["grouped_linear:experts_gate_up"](x, experts, linears["experts_gate_up"], moe.experts)
+        gated = bounds["gated_activation:experts"](wide.flatten(0, 1), moe.activation).unflatten(0, experts.shape)
+        out = bounds["grouped_linear:experts_down"](gated, experts, linears["experts_down"], moe.experts)
+        return (out.float() * weights[..., None]).sum(1).to(x.dtype)
 
     def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up`; [tokens, 2 * size] -> [tokens, size]."""
@@ -105,6 +136,10 @@ class Ops:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Scaled embeddings, [tokens, hidden]."""
         return self.model.bounds["embed"](ids, self.model.linears["embed"], self.embed_scale, self.dtype)
+
+    def embed_by(self, name: str, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        """Rows of another embedding times `scale`, [tokens, k]."""
+        return self.model.bounds[f"embed:{name}"](ids, self.model.linears[name], scale, self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [wanted, vocab] of normed hidden states [wanted, hidden]."""

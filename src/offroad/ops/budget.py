@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
-from offroad.models.spec import Item, ModelSpec, Paged, Ring
+from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
 from offroad.ops.cells import MODEL, Cell, Choice
 from offroad.settings import Settings
 from offroad.weights.source import Headers
@@ -16,89 +17,116 @@ CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """What "activation" and "kv" stand for in a plane."""
+
+    activation: str
+    kv: str
+
+    def of(self, plane: Plane) -> str:
+        return {"activation": self.activation, "kv": self.kv}.get(plane.dtype, plane.dtype)
+
+
+@dataclass(frozen=True)
 class Memory:
-    """The byte budget. Blocks include block 0, the bin, which nothing is read from."""
+    """The byte budget. Blocks include block 0, the bin, which nothing is read from; `tables` are tokens, block tables
+    and angles."""
 
     total: int
     budget: int
     weights: int
     workspace: int
+    tables: int
     history_block_bytes: int
     history_blocks: int
     window_block_bytes: int
     window_blocks: int
     slot_bytes: int
     slots: int
+    checkpoint_bytes: int
+    checkpoints: int
 
     @property
     def kv(self) -> int:
         return self.history_block_bytes * self.history_blocks + self.window_block_bytes * self.window_blocks
 
     @property
+    def states(self) -> int:
+        return self.slot_bytes * self.slots + self.checkpoint_bytes * self.checkpoints
+
+    @property
     def used(self) -> int:
-        return self.weights + self.workspace + self.kv + self.slot_bytes * self.slots
+        return self.weights + self.workspace + self.tables + self.kv + self.states
 
     @property
     def headroom(self) -> int:
         return self.budget - self.used
 
 
-def row_bytes(item: Item, kv_dtype: str) -> int:
+def row_bytes(item: Item, dtypes: Dtypes) -> int:
     """Bytes of one row of an item: all planes."""
-    return sum(plane.numel * ITEMSIZE[plane.dtype or kv_dtype] for plane in getattr(item, "planes", ()))
+    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in getattr(item, "planes", ()))
 
 
-def _items(spec: ModelSpec) -> list[Item]:
-    return [item for layer in spec.layers for _, item in layer.items]
+def _paged(spec: ModelSpec, window: bool) -> list[Paged]:
+    return [
+        item
+        for layer in spec.layers
+        for _, item in layer.items
+        if isinstance(item, Paged) and (item.window is not None) == window
+    ]
 
 
-def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
+def _rings(spec: ModelSpec) -> list[Ring]:
+    return [item for layer in spec.layers for _, item in layer.items if isinstance(item, Ring)]
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtypes: Dtypes) -> int:
     """Bytes that grow with each token: history rows."""
-    return sum(row_bytes(i, kv_dtype) // i.rate for i in _items(spec) if isinstance(i, Paged) and not i.window)
+    return sum(row_bytes(i, dtypes) // i.rate for i in _paged(spec, window=False))
 
 
-def block_bytes(spec: ModelSpec, kv_dtype: str, block: int) -> tuple[int, int]:
+def window_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes of one sequence's full windows, without the slack of blocks."""
+    return sum(row_bytes(i, dtypes) * i.window for i in _paged(spec, window=True))
+
+
+def block_bytes(spec: ModelSpec, dtypes: Dtypes, block: int) -> tuple[int, int]:
     """(history, window) bytes of one block: one page in each item of that residency."""
-    history = sum(
-        row_bytes(i, kv_dtype) * block // i.rate for i in _items(spec) if isinstance(i, Paged) and not i.window
-    )
-    window = sum(row_bytes(i, kv_dtype) * block for i in _items(spec) if isinstance(i, Paged) and i.window)
-    return history, window
+    history = sum(row_bytes(i, dtypes) * block // i.rate for i in _paged(spec, window=False))
+    return history, sum(row_bytes(i, dtypes) * block for i in _paged(spec, window=True))
 
 
-def state_bytes(spec: ModelSpec, kv_dtype: str, k: int) -> int:
+def state_bytes(spec: ModelSpec, dtypes: Dtypes, k: int) -> int:
     """Bytes of one slot's rings."""
-    return sum(row_bytes(i, kv_dtype) * i.capacity(k) for i in _items(spec) if isinstance(i, Ring))
+    return sum(row_bytes(i, dtypes) * i.capacity(k) for i in _rings(spec))
+
+
+def checkpoint_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes of one checkpoint: the rows of every ring that a resume needs."""
+    return sum(row_bytes(i, dtypes) * i.resume for i in _rings(spec))
 
 
 def window_keep(spec: ModelSpec) -> int:
     """The most old tokens that a reader of window pages needs; 0 without such pages."""
-    return max((i.keep for i in _items(spec) if isinstance(i, Paged) and i.window), default=0)
+    return max((i.keep for i in _paged(spec, window=True)), default=0)
 
 
 def weight_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> int:
     """Bytes of the packed weights: dense ones in `dtype`, others about as large as they are stored."""
-    total = 4 * spec.hidden * 4 * len(spec.layers)
-    linears = [
-        (i, linear.name, linear.n * linear.k, linear.parts)
-        for i, layer in enumerate(spec.layers)
-        for linear in layer.linears
-    ]
-    if spec.head is not None:
-        linears.append((MODEL, "head", spec.vocab * spec.hidden, spec.head.parts))
-    for layer, name, numel, parts in linears:
-        total += _packed_bytes(
-            cells[Cell(layer, f"linear:{name}", "decode")], numel, [p for p, _ in parts], headers, dtype
-        )
-    return total + _packed_bytes(
-        cells[Cell(MODEL, "embed", "decode")], spec.vocab * spec.hidden, [spec.embed], headers, dtype
-    )
+    outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
+    linears = [(MODEL, linear) for linear in outside]
+    linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
+    tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
+    return sum(
+        _packed_bytes(cells[Cell(i, linear.use, "decode")], linear, headers, dtype) for i, linear in linears
+    ) + sum(4 * prod(tensor.shape) for tensor in tensors)
 
 
-def _packed_bytes(choice: Choice, numel: int, modules: list[str], headers: Headers, dtype: str) -> int:
+def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:
     if choice.layout == "dense":
-        return numel * ITEMSIZE[dtype]
-    stored = [headers[f"{module}.weight"] for module in modules if f"{module}.weight" in headers]
+        return linear.n * linear.k * ITEMSIZE[dtype]
+    stored = [headers[name] for name in linear.tensors(headers) if name in headers]
     # Blocks' scales may grow from fp16 to fp32: at most a quarter more than on disk. fp16 is widened by CPU kernels.
     return sum(
         h.nbytes * 5 // 4 if h.kind.startswith("gguf") else h.nbytes * (2 if h.kind == "f16" else 1) for h in stored
@@ -114,46 +142,83 @@ class Budget:
     notes: tuple[str, ...]
 
 
+def _workspace(spec: ModelSpec, settings: Settings) -> int:
+    """Bytes of activations in a step: the residual stream, the widest fused projection, and the logits."""
+    widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
+    widths += [linear.n for linear in spec.linears if linear.op == "linear"]
+    widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
+    wide = 4 * spec.hidden + 2 * max(widths)
+    return 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
+
+
+def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:
+    """Known tokens (int64) and two block tables (int32) a slot, and angles of each rope (fp32)."""
+    ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)}
+    return slots * length * 8 + 2 * slots * 4 * (length // block + 2) + sum(4 * rope.dim * length for rope in ropes)
+
+
+def _checkpoints(spec: ModelSpec, settings: Settings, each: int, room: int) -> int:
+    """Places for checkpoints: by the bytes asked for, else an eighth of what is left, at most 4 for each sequence."""
+    if not each or not settings.enable_prefix_caching:
+        return 0
+    if settings.checkpoint_memory_bytes:
+        return settings.checkpoint_memory_bytes // each
+    return max(0, min(4 * settings.max_num_seqs, room // 8 // each))
+
+
 def divide(
-    spec: ModelSpec, device: DeviceProfile, settings: Settings, weights: int, kv_dtype: str, block: int, k: int
+    spec: ModelSpec, device: DeviceProfile, settings: Settings, weights: int, dtypes: Dtypes, block: int, k: int
 ) -> Budget:
-    """Divides the memory among weights, slots, window blocks and history blocks. Raises PlanError with both numbers."""
+    """Divides the memory among weights, slots, windows, checkpoints and history. Raises PlanError with both numbers."""
+    if settings.max_model_len > spec.max_len:
+        raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
-    chunk = settings.max_num_batched_tokens
-    widest = max(linear.n for layer in spec.layers for linear in layer.linears)
-    workspace = 4 * (chunk * (4 * spec.hidden + 2 * widest) + settings.max_num_seqs * spec.vocab * 3)
-    history, window = block_bytes(spec, kv_dtype, block)
+    workspace = _workspace(spec, settings)
+    history, window = block_bytes(spec, dtypes, block)
     slots = settings.max_num_seqs + 1  # slot 0 is the bin
-    slot = state_bytes(spec, kv_dtype, k)
+    slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)
     keep = window_keep(spec)
+    wanted = settings.max_model_len or spec.max_len
     # ceil((W - 1 + 2 (k + 1)) / B) + 1 for each sequence, twice: in prefill the old window stays until commit, and
     # what is not in use keeps the windows of marks for later prefix hits.
     window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
     fixed = weights + workspace + slots * slot + window_blocks * window
     room = budget - fixed
-    notes: list[str] = []
     limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
     if settings.kv_cache_memory_bytes:
         limit -= window_blocks * window
     room = min(room, limit)
-    wanted = settings.max_model_len or spec.max_len
-    if settings.max_model_len > spec.max_len:
-        raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
+    places = _checkpoints(spec, settings, each, room)
+    room -= places * each
     blocks = room // history if history else settings.max_num_seqs * -(-wanted // block) + 1
     fits = max(0, blocks - 2) * block
     if fits < (settings.max_model_len or min(wanted, 256)):
         need = -(-wanted // block) + 2
         raise PlanError(
             f"memory for a context of {wanted} tokens",
-            found=f"{max(room, 0):,} bytes for {fits} tokens after {fixed:,} bytes of weights, windows and workspace",
+            found=f"{max(room, 0):,} bytes for {fits} tokens after {fixed + places * each:,} bytes of weights, "
+            "windows, states and workspace",
             accepted=f"{need * history:,} bytes",
             next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
         )
     max_len = min(wanted, fits)
-    if max_len < wanted:
-        notes.append(f"context {max_len} of the model's {wanted}: what fits in memory")
+    notes = () if max_len == wanted else (f"context {max_len} of the model's {wanted}: what fits in memory",)
+    tables = _table_bytes(spec, max_len + k + 1, slots, block)
     enough = settings.max_num_seqs * (-(-(max_len + k) // block) + 1) + 1
+    blocks = min(blocks, enough)
     memory = Memory(
-        device.memory, budget, weights, workspace, history, min(blocks, enough), window, window_blocks, slot, slots
+        device.memory,
+        budget,
+        weights,
+        workspace,
+        tables,
+        history,
+        blocks,
+        window,
+        window_blocks,
+        slot,
+        slots,
+        each,
+        places,
     )
-    return Budget(memory, max_len, tuple(notes))
+    return Budget(memory, max_len, notes)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import SettingsError
-from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged
+from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
 from offroad.ops.spec import Kernel, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
@@ -19,7 +19,8 @@ MODEL = -1  # the layer number of what stands outside layers
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One thing to be computed: `op` of layer `layer` (MODEL: outside layers) in `phase`; linears are "linear:name"."""
+    """One thing to be computed: `op` of layer `layer` (MODEL: outside layers) in `phase`; "op:name" where a layer has
+    several, as "linear:qkv"."""
 
     layer: int
     op: str
@@ -58,42 +59,79 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
     ) -> Problem:
         return Problem(op, phase, dtype, kv_dtype, tuple(sorted(sizes.items())), frozenset(features), stored)
 
-    def both(layer: int, op: str, sizes: dict[str, int], features: tuple[str, ...] = ()) -> Iterator[Group]:
+    def both(layer: int, use: str, sizes: dict[str, int], features: tuple[str, ...] = ()) -> Iterator[Group]:
+        op = use.partition(":")[0]
         for phase in PHASES:
-            yield Group(((Cell(layer, op, phase), problem(op, phase, sizes, features)),))
+            yield Group(((Cell(layer, use, phase), problem(op, phase, sizes, features)),))
 
-    def weight(layer: int, linear: LinearSpec, uses: tuple[str, ...]) -> Group:
-        stored = tuple(headers[f"{module}.weight"].kind for module, _ in linear.parts if f"{module}.weight" in headers)
-        sizes = {"n": linear.n, "k": linear.k}
+    def weight(layer: int, linear: LinearSpec, uses: tuple[str, ...] = ()) -> Group:
+        stored = tuple(headers[name].kind for name in linear.tensors(headers) if name in headers)
+        sizes = {"n": linear.n, "k": linear.k} | ({"experts": linear.experts} if linear.experts else {})
         cells = []
-        for use in uses:
+        for use in uses or (linear.use,):
             op = use.partition(":")[0]
             features = ("bias",) if linear.bias else ()
             cells += [(Cell(layer, use, phase), problem(op, phase, sizes, features, stored)) for phase in PHASES]
         return Group(tuple(cells))
 
-    embed = LinearSpec("embed", ((spec.embed, spec.vocab),), spec.hidden)
-    if spec.head is None:
-        yield weight(MODEL, embed, ("embed", "linear:head"))
-    else:
-        yield weight(MODEL, embed, ("embed",))
-        yield weight(MODEL, spec.head, ("linear:head",))
+    yield weight(MODEL, spec.embedding, ("embed", "linear:head") if spec.head is None else ())
+    for linear in ((spec.head,) if spec.head else ()) + spec.linears:
+        yield weight(MODEL, linear)
     for i, layer in enumerate(spec.layers):
         for linear in layer.linears:
-            yield weight(i, linear, (f"linear:{linear.name}",))
-        yield from both(i, "attention", *_attention(layer, block))
-        mixer = layer.mixer
-        features = ("qk_norm",) if mixer.qk_norm else ()
-        yield from both(
-            i,
-            "qkv_rope",
-            {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "rope_dim": mixer.rope.dim},
-            features,
-        )
-        yield from both(i, "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,))
+            yield weight(i, linear)
+        for cell, sizes, features in _layer_ops(layer, block):
+            yield from both(i, cell, sizes, features)
     sandwich = any(t.target == "post_mlp_norm" for t in spec.layers[0].tensors)
     for op in ("norm", "sandwich_norm" if sandwich else "add_norm"):
         yield from both(MODEL, op, {"hidden": spec.hidden})
+
+
+Needs = tuple[str, dict[str, int], tuple[str, ...]]  # a cell's op, its sizes and its features
+
+
+def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
+    mixer, moe = layer.mixer, layer.moe
+    if isinstance(mixer, AttentionSpec):
+        yield "attention", *_attention(layer, block)
+        yield _qkv_rope(mixer)
+        if mixer.output_gate:
+            yield "output_gate", {"heads": mixer.heads, "head_dim": mixer.head_dim}, ()
+    else:
+        names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
+        yield "gated_delta", {name: getattr(mixer, name) for name in names}, (mixer.gate,)
+    yield "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,)
+    if moe is not None:
+        scaled = any(tensor.target == "expert_scale" for tensor in layer.tensors)
+        yield "route", {"experts": moe.experts, "top_k": moe.top_k}, ("expert_scale",) if scaled else ()
+        yield "gated_activation:experts", {"size": moe.size}, (moe.activation,)
+
+
+def _qkv_rope(mixer: AttentionSpec) -> Needs:
+    sizes = {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "rope_dim": mixer.rope.dim}
+    has = {
+        "qk_norm": mixer.qk_norm,
+        "v_norm": mixer.v_norm,
+        "k_eq_v": mixer.k_eq_v,
+        "q_only": not mixer.own_kv,
+        "output_gate": mixer.output_gate,
+        "mrope": mixer.rope.sections is not None,
+    }
+    return "qkv_rope", sizes, tuple(name for name, there in has.items() if there)
+
+
+def _attention(layer: LayerSpec, block: int) -> tuple[dict[str, int], tuple[str, ...]]:
+    mixer = layer.mixer
+    sizes = {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "block": block}
+    features = []
+    if mixer.window:
+        sizes["window"] = mixer.window
+        features.append("window")
+    if mixer.softcap:
+        features.append("softcap")
+    if not mixer.own_kv:
+        features.append("pages_only")
+    return sizes, tuple(features)
 
 
 def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
@@ -102,15 +140,17 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
     Chunks' attention stands beside a step's verify rows, so a prefill block needs both attention kernels.
     """
     residual = ["sandwich_norm" if Cell(MODEL, "sandwich_norm", "decode") in cells else "add_norm"]
-    for i in range(len(spec.layers)):
+    for i, layer in enumerate(spec.layers):
+        gate = ("output_gate",) if isinstance(layer.mixer, AttentionSpec) and layer.mixer.output_gate else ()
+        parts_of = {
+            "attention_block": ("linear:qkv", "qkv_rope", "attention", *gate, "linear:o"),
+            "mlp_block": (*residual, "linear:gate_up", "gated_activation", "linear:down"),
+        }
         for phase in PHASES:
-            names = {
-                "attention_block": [(op, phase) for op in ("linear:qkv", "qkv_rope", "attention", "linear:o")],
-                "mlp_block": [(op, phase) for op in (*residual, "linear:gate_up", "gated_activation", "linear:down")],
-            }
-            if phase == "prefill":
-                names["attention_block"].append(("attention", "decode"))
-            for op, parts in names.items():
+            for op in sorted(layer.blocks):
+                parts = [(part, phase) for part in parts_of[op]]
+                if (op, phase) == ("attention_block", "prefill"):
+                    parts.append(("attention", "decode"))
                 found = tuple(
                     (part if at == phase else f"{part}.{at}", _kernel(cells, i, part, at)) for part, at in parts
                 )
@@ -120,19 +160,6 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
 def _kernel(cells: dict[Cell, Choice], layer: int, op: str, phase: str) -> str:
     choice = cells.get(Cell(layer, op, phase)) or cells[Cell(MODEL, op, phase)]
     return choice.kernel
-
-
-def _attention(layer: LayerSpec, block: int) -> tuple[dict[str, int], tuple[str, ...]]:
-    mixer: AttentionSpec = layer.mixer
-    item = dict(layer.items)["kv"]
-    sizes = {"heads": mixer.heads, "kv_heads": mixer.kv_heads, "head_dim": mixer.head_dim, "block": block}
-    features = []
-    if isinstance(item, Paged) and item.window:
-        sizes["window"] = item.window
-        features.append("window")
-    if mixer.softcap:
-        features.append("softcap")
-    return sizes, tuple(features)
 
 
 class Resolver:

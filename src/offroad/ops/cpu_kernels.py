@@ -33,12 +33,14 @@ _ATTENTION = struct.Struct("@11Q8q2f")
 
 @dataclass(frozen=True)
 class CpuKernel:
-    """A C kernel for one op: `limits` says why a problem is not for it (None: it is), `bind` gives the callable."""
+    """A C kernel for one op: `features` are those that it has, `limits` says why a problem is not for it (None: it is),
+    `bind` gives the callable."""
 
     name: str
     op: str
     limits: Callable[[Problem], str | None]
     bind: Callable[[], Bound]
+    features: frozenset[str] = frozenset()
     cost: float = 1.0
     layout: str = ""
     reference: bool = False
@@ -50,6 +52,8 @@ class CpuKernel:
             return refuse(f"needs a C compiler; {INSTALL}")
         if problem.dtype != "float32":
             return refuse(f"needs float32 activations; asked: {problem.dtype}")
+        if lacks := sorted(problem.features - self.features):
+            return refuse(f"has no {', '.join(lacks)}")
         if reason := self.limits(problem):
             return refuse(reason)
         return Verdict(True, "C kernel compiled for this CPU", cost=self.cost, layout=self.layout)
@@ -293,14 +297,14 @@ def _attention_limits(problem: Problem) -> str | None:
 
 
 KERNELS: tuple[CpuKernel, ...] = (
-    CpuKernel("cpu.linear", "linear", _linear_limits, _bind_linear, layout=LAYOUT),
+    CpuKernel("cpu.linear", "linear", _linear_limits, _bind_linear, frozenset({"bias"}), layout=LAYOUT),
     CpuKernel("cpu.embed", "embed", _linear_limits, _bind_embed, layout=LAYOUT),
     CpuKernel("cpu.norm", "norm", _any, _bind_norm),
     CpuKernel("cpu.add_norm", "add_norm", _any, _bind_add_norm),
     CpuKernel("cpu.sandwich_norm", "sandwich_norm", _any, _bind_sandwich_norm),
-    CpuKernel("cpu.gated_activation", "gated_activation", _any, _bind_gated),
-    CpuKernel("cpu.qkv_rope", "qkv_rope", _any, _bind_qkv_rope),
-    CpuKernel("cpu.attention", "attention", _attention_limits, _bind_attention),
+    CpuKernel("cpu.gated_activation", "gated_activation", _any, _bind_gated, frozenset({"silu", "gelu_tanh"})),
+    CpuKernel("cpu.qkv_rope", "qkv_rope", _any, _bind_qkv_rope, frozenset({"qk_norm"})),
+    CpuKernel("cpu.attention", "attention", _attention_limits, _bind_attention, frozenset({"window", "softcap"})),
 )
 
 

@@ -9,11 +9,11 @@ from offroad.ops.spec import OpSpec, Tolerance
 TOLERANCE = {"float32": Tolerance(2e-5, 1e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(2e-3, 2e-3)}
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)`; x [tokens, hidden], weight fp32 [hidden]."""
+def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)`; x [tokens, hidden], weight fp32 [hidden] (None: 1)."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide if weight is None else wide * weight).to(x.dtype)
 
 
 def add_norm(

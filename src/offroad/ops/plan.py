@@ -16,7 +16,7 @@ from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
-from offroad.ops.budget import Memory
+from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
@@ -42,16 +42,16 @@ class Plan:
     max_num_seqs: int
     keep: int
     kv_bytes_per_token: int
+    window_bytes: int
     state_bytes: int
     cells: dict[Cell, Choice]
     memory: Memory
     notes: tuple[str, ...]
     fingerprint: str
 
-    def layout(self, layer: int, name: str) -> str:
-        """The packed layout of a weight: of the linear `name` of `layer`, or MODEL's "embed" and "head"."""
-        op = "embed" if (layer, name) == (MODEL, "embed") else f"linear:{name}"
-        return self.cells[Cell(layer, op, "decode")].layout
+    def layout(self, layer: int, use: str) -> str:
+        """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
+        return self.cells[Cell(layer, use, "decode")].layout
 
     def kernels(self) -> list[str]:
         return sorted({choice.kernel for choice in self.cells.values()})
@@ -72,12 +72,14 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            f"kv cache        {self.kv_bytes_per_token:,} B a token growing, "
+            f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
             f"history {m.history_block_bytes / 1024:.0f} KiB x {m.history_blocks} blocks | "
             f"window {m.window_block_bytes / 1024:.0f} KiB x {m.window_blocks} blocks | "
-            f"slots {m.slots} x {m.slot_bytes} B | workspace {m.workspace / mib:.0f} MiB | "
+            f"slots {m.slots} x {m.slot_bytes / 1024:.0f} KiB | "
+            f"checkpoints {m.checkpoints} x {m.checkpoint_bytes / 1024:.0f} KiB | "
+            f"tables {m.tables / mib:.0f} MiB | workspace {m.workspace / mib:.0f} MiB | "
             f"headroom {m.headroom / mib:.0f} MiB",
             *(f"note            {note}" for note in self.notes),
         ]
@@ -101,6 +103,7 @@ class Plan:
                 "max_num_seqs",
                 "keep",
                 "kv_bytes_per_token",
+                "window_bytes",
                 "state_bytes",
                 "notes",
                 "fingerprint",
@@ -216,7 +219,8 @@ def plan(
         )
     k = 0
     weights = bytes_of.weight_bytes(spec, headers, cells, dtype)
-    divided = bytes_of.divide(spec, device, settings, weights, kv_dtype, BLOCK, k)
+    dtypes = Dtypes(dtype, kv_dtype)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
@@ -230,11 +234,12 @@ def plan(
         max_len=divided.max_len,
         max_num_seqs=settings.max_num_seqs,
         keep=bytes_of.window_keep(spec),
-        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, kv_dtype),
-        state_bytes=bytes_of.state_bytes(spec, kv_dtype, k),
+        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, dtypes),
+        window_bytes=bytes_of.window_bytes(spec, dtypes),
+        state_bytes=bytes_of.state_bytes(spec, dtypes, k),
         cells=cells,
         memory=divided.memory,
-        notes=(*notes, *divided.notes),
+        notes=(*notes, *spec.notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
 

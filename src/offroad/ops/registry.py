@@ -6,7 +6,19 @@ from collections.abc import Callable
 from functools import cache
 
 from offroad.native.pack import PACKERS
-from offroad.ops import activation, attention, block_kernels, blocks, cpu_kernels, linear, norm, rope, torch_kernels
+from offroad.ops import (
+    activation,
+    attention,
+    block_kernels,
+    blocks,
+    cpu_kernels,
+    gated_delta,
+    linear,
+    moe,
+    norm,
+    rope,
+    torch_kernels,
+)
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
 
@@ -15,7 +27,7 @@ from offroad.quant.packed import Packed
 def default_registry() -> Registry:
     """All ops and kernels. Building it imports no toolchain and touches no device."""
     registry = Registry()
-    for module in (norm, linear, rope, attention, activation):
+    for module in (norm, linear, rope, attention, activation, gated_delta, moe):
         for op in module.OPS:
             registry.add_op(op)
     cpu_kernels.register(registry)

@@ -60,23 +60,28 @@ def dense_embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dt
 
 
 def sdpa_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    view: PagedView,
+    rows: Rows,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """The reference's contract with torch's fused attention: each row's pages are gathered, then one call a row."""
     out = torch.empty_like(q)
     for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
-        slot, start, width, offset = int(slot), int(start), int(width), int(offset)
-        span = slice(offset, offset + width)
-        first = max(0, start - view.window + 1) if view.window else 0
-        old_k, old_v = attention.gather(view, slot, first, start)
-        keys = torch.cat((old_k.to(q.dtype), k[span])).transpose(0, 1)[None]
-        values = torch.cat((old_v.to(q.dtype), v[span])).transpose(0, 1)[None]
-        mask = None if width == 1 else attention.visible(width, keys.shape[2], start - first, view.window, q.device)
+        slot, start, width = int(slot), int(start), int(width)
+        span = slice(int(offset), int(offset) + width)
+        first, keys, values = attention.visible_rows(k, v, view, slot, start, span)
+        mask = None if width == 1 else attention.visible(width, keys.shape[0], start - first, view.window, q.device)
         result = torch.nn.functional.scaled_dot_product_attention(
-            q[span].transpose(0, 1)[None], keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=True
+            *(x.to(q.dtype).transpose(0, 1)[None] for x in (q[span], keys, values)),
+            attn_mask=mask,
+            scale=spec.scale,
+            enable_gqa=True,
         )
         out[span] = result[0].transpose(0, 1)
-        if view.writable:
+        if k is not None and view.writable:
             attention.store(view, k[span], v[span], slot, start)
     return out.flatten(1)
 
@@ -92,7 +97,11 @@ def _sdpa(device: DeviceProfile, problem: Problem) -> Verdict:
 def register(registry: Registry) -> None:
     """Adds the reference kernel of every op, then torch's own."""
     for op in registry.ops.values():
-        test = _canonical if op.name in ("linear", "embed") else TorchKernel.__dataclass_fields__["test"].default
+        test = (
+            _canonical
+            if op.name in ("linear", "embed", "grouped_linear")
+            else TorchKernel.__dataclass_fields__["test"].default
+        )
         registry.add(TorchKernel(f"torch.reference_{op.name}", op.name, op.reference, REFERENCE_COST, True, test))
     registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense))
     registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
-from offroad.models.spec import ModelSpec, Paged, Shared
+from offroad.models.spec import AttentionSpec, Item, ModelSpec, Ring, Shared
+from offroad.ops.budget import Dtypes
 from offroad.ops.plan import Plan
-from offroad.run.rows import PagedView, Rows
+from offroad.run.rows import PagedView, RingView, Rows, View
 from offroad.schedule.step import Kind, Step, Table
 
 
 class Arrays:
     """`tokens` int64 [slots, max_len + k + 1] (prompt, then the pending token at `length`), `length` int64 [slots],
-    `tables` int32 [slots, columns] by `Table`, and the pages of every item.
+    `tables` int32 [slots, columns] by `Table`, the pages and rings of every layer's items, and checkpoints of rings.
 
-    Pages are not cleared: what lies at or past `length` is dead, and block 0 is the bin.
+    Nothing is cleared: what lies at or past `length` is dead, block 0 and slot 0 are the bin.
     """
 
     def __init__(self, plan: Plan, spec: ModelSpec, device: torch.device) -> None:
@@ -26,25 +29,59 @@ class Arrays:
         self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
         self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
-        self.views = self._views(plan, spec)
-
-    def _views(self, plan: Plan, spec: ModelSpec) -> list[PagedView]:
-        dtype = getattr(torch, plan.kv_dtype)
-        views: list[PagedView] = []
+        self.streams = any(
+            isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope.sections for layer in spec.layers
+        )
+        dtypes = Dtypes(plan.dtype, plan.kv_dtype)
+        self.views: list[dict[str, View]] = []
+        self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
         for layer in spec.layers:
-            item = dict(layer.items)["kv"]
-            if isinstance(item, Shared):
-                source = views[item.layer]
-                views.append(PagedView(source.k, source.v, source.table, source.block, source.window, writable=False))
-                continue
-            assert isinstance(item, Paged)
-            assert item.rate == 1
-            table = Table.WINDOW if item.window else Table.HISTORY
-            blocks = plan.memory.window_blocks if item.window else plan.memory.history_blocks
-            shapes = {plane.name: (blocks, plan.block, *plane.shape) for plane in item.planes}
-            k, v = (torch.empty(shapes[name], dtype=dtype, device=self.device) for name in ("k", "v"))
-            views.append(PagedView(k, v, self.tables[table], plan.block, item.window))
-        return views
+            self.views.append({name: self._view(plan, dtypes, name, item) for name, item in layer.items})
+
+    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item) -> View:
+        if isinstance(item, Shared):
+            source = self.views[item.layer][name]
+            assert isinstance(source, PagedView)
+            return replace(source, writable=False)
+        if isinstance(item, Ring):
+            return self._ring(plan, dtypes, item)
+        assert item.rate == 1
+        table = Table.WINDOW if item.window else Table.HISTORY
+        blocks = plan.memory.window_blocks if item.window else plan.memory.history_blocks
+        planes = {
+            plane.name: torch.empty(
+                (blocks, plan.block, *plane.shape), dtype=getattr(torch, dtypes.of(plane)), device=self.device
+            )
+            for plane in item.planes
+        }
+        return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window)
+
+    def _ring(self, plan: Plan, dtypes: Dtypes, item: Ring) -> RingView:
+        [plane] = item.planes
+        kind = dict(dtype=getattr(torch, dtypes.of(plane)), device=self.device)
+        memory = plan.memory
+        ring = RingView(torch.empty((memory.slots, item.capacity(plan.k), *plane.shape), **kind))
+        if item.resume:
+            self.checkpoints.append((ring, torch.empty((memory.checkpoints, item.resume, *plane.shape), **kind)))
+        return ring
+
+    def restore(self, copies: np.ndarray) -> None:
+        """Copies the rows before a boundary from a checkpoint to a slot; rows (checkpoint, slot, boundary)."""
+        for place, slot, boundary in copies.tolist():
+            for ring, kept in self.checkpoints:
+                ring.data[slot, self._before(ring, kept, boundary)] = kept[place]
+
+    def capture(self, copies: np.ndarray, before: np.ndarray) -> None:
+        """Copies the rows before a boundary from a slot to a checkpoint, for those boundaries that the step has passed:
+        the slot's length was below, `before` [slots], and is not now."""
+        for place, slot, boundary in copies.tolist():
+            if before[slot] < boundary <= self.length[slot]:
+                for ring, kept in self.checkpoints:
+                    kept[place] = ring.data[slot, self._before(ring, kept, boundary)]
+
+    def _before(self, ring: RingView, kept: torch.Tensor, boundary: int) -> torch.Tensor:
+        """Where a ring has the rows that a checkpoint at `boundary` holds, in order of position."""
+        return torch.arange(boundary - kept.shape[1], boundary, device=self.device) % ring.capacity
 
     def apply(self, step: Step) -> None:
         """Slots that begin, then table edits."""
@@ -80,6 +117,7 @@ class Arrays:
             positions = np.arange(end[-1]) + np.repeat(start - offset, width)
         packed = np.stack((slot, start, width, offset), dtype=np.int32, casting="same_kind")
         rows = torch.from_numpy(packed).to(self.device)
+        wanted_width = (step.wants > 0).astype(np.int32)
         if self.shared is not None:
             positions_t = torch.from_numpy(positions)
             ids = torch.from_numpy(self.shared[of_token, positions])
@@ -99,4 +137,6 @@ class Arrays:
             offset_t=rows[3],
             verify=int(np.count_nonzero(step.kind == Kind.VERIFY)),
             wanted=torch.from_numpy((end - 1)[step.wants > 0].astype(np.int64)).to(self.device),
+            wanted_width=wanted_width,
+            streams=positions_t.expand(3, -1) if self.streams else None,
         )

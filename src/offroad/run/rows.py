@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,10 +28,17 @@ class Rows:
     offset_t: torch.Tensor
     verify: int
     wanted: torch.Tensor  # int64 [n]: tokens whose logits are needed
+    wanted_width: np.ndarray  # int32 [rows]: how many of each row's last tokens those are
+    streams: torch.Tensor | None = None  # int64 [3, tokens]: positions in time, height and width, where a rope has them
 
     @property
     def tokens(self) -> int:
         return self.ids.shape[0]
+
+    @property
+    def rope_positions(self) -> torch.Tensor:
+        """What angles are looked up by: [tokens], or [3, tokens]."""
+        return self.positions if self.streams is None else self.streams
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -44,22 +51,47 @@ class Rows:
         head, tail = slice(None, self.verify), slice(self.verify, None)
 
         def part(rows: slice, tokens: slice, verify: int, shift: int) -> Rows:
-            return Rows(
-                self.ids[tokens],
-                self.positions[tokens],
-                self.slot[rows],
-                self.start[rows],
-                self.width[rows],
-                self.offset[rows] - shift,
-                self.slot_t[rows],
-                self.start_t[rows],
-                self.width_t[rows],
-                self.offset_t[rows] - shift,
-                verify,
-                self.wanted,
+            return replace(
+                self._cut(tokens),
+                slot=self.slot[rows],
+                start=self.start[rows],
+                width=self.width[rows],
+                offset=self.offset[rows] - shift,
+                slot_t=self.slot_t[rows],
+                start_t=self.start_t[rows],
+                width_t=self.width_t[rows],
+                offset_t=self.offset_t[rows] - shift,
+                verify=verify,
+                wanted_width=self.wanted_width[rows],
             )
 
         return part(head, slice(None, cut), self.verify, 0), part(tail, slice(cut, None), 0, cut), cut
+
+    def _cut(self, tokens: slice | torch.Tensor) -> Rows:
+        streams = None if self.streams is None else self.streams[:, tokens]
+        return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], streams=streams)
+
+    def narrow(self) -> Rows:
+        """The wanted tokens alone, as verify rows: for layers that store nothing, whose keys are all in pages."""
+        picked = np.flatnonzero(self.wanted_width)
+        width = self.wanted_width[picked]
+        start = self.start[picked] + self.width[picked] - width
+        packed = np.stack((self.slot[picked], start, width, np.cumsum(width) - width)).astype(np.int32)
+        on_device = torch.from_numpy(packed).to(self.ids.device)
+        return replace(
+            self._cut(self.wanted),
+            slot=packed[0],
+            start=packed[1],
+            width=packed[2],
+            offset=packed[3],
+            slot_t=on_device[0],
+            start_t=on_device[1],
+            width_t=on_device[2],
+            offset_t=on_device[3],
+            verify=len(picked),
+            wanted=torch.arange(len(self.wanted), device=self.ids.device),
+            wanted_width=width,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,3 +106,18 @@ class PagedView:
     block: int
     window: int | None = None
     writable: bool = True
+
+
+@dataclass(frozen=True)
+class RingView:
+    """A ring item as a kernel sees it: `data` [slots, capacity, ...]; the row of position p is `p % capacity`. Rows
+    before position 0 read as zeros, whatever lies there: a slot is never cleared."""
+
+    data: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.data.shape[1]
+
+
+View = PagedView | RingView

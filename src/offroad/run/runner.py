@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from offroad.models.registry import Model
-from offroad.models.spec import ModelSpec
+from offroad.models.spec import AttentionSpec, ModelSpec
 from offroad.ops.bound import LayerOps, Ops
 from offroad.ops.cells import MODEL, PHASES, Cell
 from offroad.ops.plan import Plan
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Registry
 from offroad.run.arrays import Arrays
-from offroad.run.rows import Rows
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
@@ -50,8 +49,9 @@ class Runner:
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device)
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
-        tables = {layer.mixer.rope: None for layer in spec.layers}
-        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in tables}
+        mixers = [layer.mixer for layer in spec.layers]
+        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
+        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in ropes}
         self.ops = {phase: self._bind(spec, weights, bounds, phase) for phase in PHASES}
         self.results: deque[StepResult] = deque()
 
@@ -68,35 +68,39 @@ class Runner:
                     loaded.linears,
                     loaded.tensors,
                     spec.norm_eps,
-                    layer.mixer,
-                    layer.ffn,
-                    self.rope[layer.mixer.rope],
-                    self.arrays.views[i],
-                    bounds[Cell(i, "attention", "decode")],
-                    bounds[Cell(i, "attention", "prefill")],
-                    following[i],
+                    mixer=layer.mixer,
+                    ffn=layer.ffn,
+                    moe=layer.moe,
+                    rope=self.rope.get(getattr(layer.mixer, "rope", None)),
+                    views=self.arrays.views[i],
+                    attention_verify=bounds.get(Cell(i, "attention", "decode")),
+                    attention_chunk=bounds.get(Cell(i, "attention", "prefill")),
+                    following=following[i],
                 )
             )
-        model = LayerOps(shared, {"embed": weights.embed, "head": weights.head}, weights.tensors, spec.norm_eps)
+        outside = {"embed": weights.embed, "head": weights.head} | weights.linears
+        model = LayerOps(shared, outside, weights.tensors, spec.norm_eps)
         return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
-        """Runs the step: table edits, forward, sampling, lengths."""
-        assert len(step.restores) + len(step.captures) == 0, "no ring has rows to copy"
+        """Runs the step: table edits, restores, forward, sampling, lengths, captures."""
         self.arrays.apply(step)
+        self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
         rows = self.arrays.rows(step)
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
-        self.results.append(self._finish(step, rows, ops, hidden))
+        before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
+        self.results.append(self._finish(step, ops, hidden))
+        self.arrays.capture(step.captures, before)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
         return self.results.popleft()
 
-    def _finish(self, step: Step, rows: Rows, ops: Ops, hidden: torch.Tensor) -> StepResult:
+    def _finish(self, step: Step, ops: Ops, hidden: torch.Tensor) -> StepResult:
         count = len(step.slot)
         arrays, wanting = self.arrays, np.flatnonzero(step.wants)
         tokens = np.full((count, self.plan.k + 1), -1, np.int64)
@@ -113,7 +117,7 @@ class Runner:
             arrays.put(slots, positions, drawn)
             tokens[wanting, 0] = drawn.cpu().numpy()
             if not finite.all():
-                bad[wanting[~finite]] = self._bad_layers(rows, ops)[wanting[~finite]]
+                bad[wanting[~finite]] = self._bad_layers(step, wanting[~finite], ops)
             if (step.wants & Want.LOGPROBS).any():
                 chosen_logprobs = self._logprobs(step, wanting, logits, drawn)
         arrays.length[step.slot] = after
@@ -132,24 +136,24 @@ class Runner:
         chosen[rows], top_ids[rows], top[rows] = found.chosen, found.top_ids, found.top
         return Logprobs(chosen, top_ids, top)
 
-    def _bad_layers(self, rows: Rows, ops: Ops) -> np.ndarray:
-        """The first layer with a non-finite value by row (the number of layers: the logits).
+    def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
+        """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
 
-        Runs the step again with an observer: its rows are written with the same values, since memory is addressed by
-        position and lengths have not moved.
+        Runs those rows again with an observer. Their caches may be spoilt by it, since a recurrent state has moved on:
+        the rows end with an error, and nothing of them is kept. Lengths have not moved.
         """
-        last = torch.from_numpy((rows.offset + rows.width - 1).astype(np.int64)).to(self.device)
-        row_of = torch.from_numpy(np.repeat(np.arange(len(rows.slot)), rows.width)).to(self.device)
-        bad = torch.full((len(rows.slot),), len(ops.layers), dtype=torch.int16, device=self.device)
+        columns = {name: getattr(step, name)[broken] for name in ("slot", "kind", "width", "wants")}
+        rows = self.arrays.rows(replace(step, **columns))
+        row_of = torch.from_numpy(np.repeat(np.arange(len(broken)), rows.width)).to(self.device)
+        bad = torch.full((len(broken),), len(ops.layers), dtype=torch.int16, device=self.device)
 
         def look(layer: int, residual: torch.Tensor) -> None:
             finite = torch.isfinite(residual).all(-1)
-            if len(finite) == rows.tokens:
-                # Any token of the row: the last one may only see the value a layer later, through attention.
-                broken = row_of[~finite]
-            else:  # the last layer keeps the wanted tokens only
-                broken = torch.isin(last, rows.wanted).nonzero()[:, 0][~finite]
-            bad[broken] = torch.minimum(bad[broken], torch.full_like(bad[broken], layer))
+            # Any token of the row: the last one may only see the value a layer later, through attention. Layers that
+            # store nothing keep the wanted tokens only.
+            rows_of = row_of if len(finite) == rows.tokens else row_of[rows.wanted]
+            spoilt = rows_of[~finite]
+            bad[spoilt] = torch.minimum(bad[spoilt], torch.full_like(bad[spoilt], layer))
 
         self.model.forward(rows, replace(ops, observe=look))
         return bad.cpu().numpy()

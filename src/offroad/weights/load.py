@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
 from offroad.errors import ModelError
-from offroad.models.spec import LinearSpec, ModelSpec, TensorSpec
+from offroad.models.spec import DraftSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
 from offroad.quant.packed import Packed
 from offroad.quant.scheme import FLOATS, canonical, fuse, to_dense, widen
 from offroad.weights.source import Headers, Source, Stored
@@ -34,40 +35,62 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class DraftWeights:
+    """What a drafter loads: its layers, and what stands outside them."""
+
+    layers: list[LayerWeights]
+    outside: LayerWeights
+
+
+@dataclass(frozen=True)
 class Weights:
-    """All weights. `head` is the same object as `embed` when they are tied."""
+    """All weights. `head` is the same object as `embed` when they are tied; `linears` are the others outside layers.
+    `draft`: the drafter's layers, and what it has outside them."""
 
     layers: list[LayerWeights]
     embed: Packed
     head: Packed
     tensors: dict[str, torch.Tensor]
+    linears: dict[str, Packed] = field(default_factory=dict)
+    draft: DraftWeights | None = None
 
 
-def _embed(spec: ModelSpec) -> LinearSpec:
-    return LinearSpec("embed", ((spec.embed, spec.vocab),), spec.hidden)
-
-
-def _linears(spec: ModelSpec) -> list[LinearSpec]:
+def _linears(spec: ModelSpec, draft: DraftSpec | None) -> list[LinearSpec]:
     head = [] if spec.head is None else [spec.head]
-    return [_embed(spec), *head, *(linear for layer in spec.layers for linear in layer.linears)]
+    outside = [spec.embedding, *head, *spec.linears, *(draft.linears if draft else ())]
+    return [*outside, *(linear for layer in _layers(spec, draft) for linear in layer.linears)]
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor that the model loads."""
+def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
+    return spec.layers + (draft.layers if draft else ())
+
+
+def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
+    """The drafter, if the checkpoint has one."""
+    return spec.draft if spec.draft is not None and spec.draft.present in headers else None
+
+
+def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None = None) -> dict[str, tuple[int, ...]]:
+    """Shape by name of every tensor that the model loads; `headers` tell which form experts are stored in."""
     expected: dict[str, tuple[int, ...]] = {}
-    for linear in _linears(spec):
+    for linear in _linears(spec, draft):
+        if linear.fused in headers:
+            expected[linear.fused] = (linear.experts, linear.n // linear.experts, linear.k)
+            continue
         for module, rows in linear.parts:
             expected[f"{module}.weight"] = (rows, linear.k)
             if linear.bias:
                 expected[f"{module}.bias"] = (rows,)
-    for tensor in [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]:
+    outside = [*spec.tensors, *(draft.tensors if draft else ())]
+    for tensor in [*outside, *(tensor for layer in _layers(spec, draft) for tensor in layer.tensors)]:
         expected[tensor.name] = tensor.shape
     return expected
 
 
 def verify_headers(spec: ModelSpec, source: Source) -> None:
     """Checks that need no data: each tensor is there, in shape and kind, and none is left over. Raises ModelError."""
-    headers, expected = source.headers, expected_tensors(spec)
+    headers = source.headers
+    expected = expected_tensors(spec, headers, draft_of(spec, headers))
     if missing := [name for name in expected if name not in headers]:
         raise ModelError(
             f"tensor {missing[0]}",
@@ -96,9 +119,9 @@ def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
-    blocks = header.kind.startswith("gguf.") and len(shape) == 2
+    blocks = header.kind.startswith("gguf.") and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
-        kinds = ", ".join(FLOATS) + (", GGUF block kinds" if len(shape) == 2 else "")
+        kinds = ", ".join(FLOATS) + (", GGUF block kinds" if len(shape) >= 2 else "")
         raise ModelError(
             f"tensor {name}", found=f"stored as {header.kind}", accepted=kinds, next="use a checkpoint in one of these"
         )
@@ -116,26 +139,26 @@ def load(
     device: torch.device,
     packers: Packers,
     progress: Progress | None = None,
+    *,
+    draft: bool = False,
 ) -> Weights:
-    """All weights on `device`, `layouts(layer, name)` deciding how each linear is kept.
+    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
 
-    `layouts` is asked for "embed" and "head" of MODEL too. Dense weights and biases are in `dtype`; tensors outside
-    linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in flight at a time.
+    `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
+    tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in
+    flight at a time.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
-    total = sum(source.headers[name].nbytes for name in expected_tensors(spec))
+    found = draft_of(spec, source.headers) if draft else None
+    total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
-    embed = loader.linear(_embed(spec), layouts(MODEL, "embed"))
-    head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "head"))
-    layers = [
-        LayerWeights(
-            {linear.name: loader.linear(linear, layouts(i, linear.name)) for linear in layer.linears},
-            loader.tensors(layer.tensors),
-        )
-        for i, layer in enumerate(spec.layers)
-    ]
-    return Weights(layers, embed, head, loader.tensors(spec.tensors))
+    embed = loader.linear(spec.embedding, layouts(MODEL, "embed"))
+    head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "linear:head"))
+    layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
+    linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
+    drafter = None if found is None else loader.draft(found)
+    return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter)
 
 
 @dataclass
@@ -154,16 +177,25 @@ class _Loader:
         self.done += stored.header.nbytes
         return stored
 
+    def layer(self, spec: LayerSpec, layout: Callable[[str], str]) -> LayerWeights:
+        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors))
+
+    def draft(self, spec: DraftSpec) -> DraftWeights:
+        layers = [self.layer(layer, lambda use: "dense") for layer in spec.layers]
+        outside = {linear.name: self.linear(linear, "dense") for linear in spec.linears}
+        return DraftWeights(layers, LayerWeights(outside, self.tensors(spec.tensors)))
+
     def linear(self, spec: LinearSpec, layout: str) -> Packed:
         parts = []
-        for module, _ in spec.parts:
-            part = canonical(self.read(f"{module}.weight"))
+        for name in spec.tensors(self.source.headers):
+            part = canonical(_matrix(self.read(name)))
             for tensor in part.tensors.values():
-                _check_finite(f"{module}.weight", tensor, "weight")
+                _check_finite(name, tensor, "weight")
             parts.append(to_dense(part, self.dtype) if layout == "dense" else part)
         packed = fuse(parts)
         for tensor in packed.tensors.values():
-            _check_finite(f"{spec.parts[0][0]}.weight", tensor, f"weight in {self.dtype}")
+            _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
             packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
         return self._placed(self._laid_out(packed, layout))
@@ -193,8 +225,21 @@ class _Loader:
         for spec in specs:
             value = self.read(spec.name).data.to(torch.float32, copy=True)
             _check_finite(spec.name, value, "value")
-            loaded[spec.target] = (value + 1.0 if spec.transform == "plus_one" and plus_one else value).to(self.device)
+            if spec.transform == "plus_one" and plus_one:
+                value = value + 1.0
+            elif spec.transform == "matrix":
+                value = value.flatten(1)
+            loaded[spec.target] = value.to(self.device)
         return loaded
+
+
+def _matrix(stored: Stored) -> Stored:
+    """A tensor [experts, n, k] as the matrix [experts * n, k]; others as they are."""
+    header = stored.header
+    if len(header.shape) == 2:
+        return stored
+    shape = (prod(header.shape[:-1]), header.shape[-1])
+    return Stored(replace(header, shape=shape), stored.data.reshape(shape[0], -1))
 
 
 def _check_finite(name: str, tensor: torch.Tensor, what: str) -> None:

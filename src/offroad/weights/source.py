@@ -6,9 +6,11 @@ plan is made from them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from offroad.errors import ModelError
 
 if TYPE_CHECKING:
     import torch  # only named here: the server process reads TokenizerFiles and must not pay for torch
@@ -60,3 +62,31 @@ class Source(Protocol):
     def read(self, name: str) -> Stored: ...
 
     def tokenizer(self) -> TokenizerFiles: ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source under other names; `names` has the file's name by the new one."""
+
+    base: Source
+    names: dict[str, str]
+    headers: Headers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
+
+    def read(self, name: str) -> Stored:
+        return self.base.read(self.names[name])
+
+
+def renamed(source: Source, prefixes: tuple[tuple[str, str], ...]) -> Source:
+    """The source with beginnings of names replaced (the first that fits). Raises ModelError if two become one."""
+    names: dict[str, str] = {}
+    for name in source.headers:
+        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
+        short = new + name.removeprefix(old)
+        if short in names:
+            raise ModelError(f"tensor {short}", found=f"{names[short]} and {name}", accepted="each tensor once")
+        names[short] = name
+    headers = {short: replace(source.headers[name], name=short) for short, name in names.items()}
+    return source if not prefixes else Renamed(source, names, headers)

@@ -88,11 +88,11 @@ def make_layer(hidden, size, heads, kv_heads, dim, window, family) -> LayerOps:
         1e-6,
         spec,
         FfnSpec(size, "gelu_tanh" if family == "gemma3" else "silu"),
-        rope_table(spec.rope, BLOCK * COLUMNS),
-        PagedView(tensor(*pages), tensor(*pages), table, BLOCK, window),
-        bounds["attention"],
-        bounds["attention"],
-        tensor(hidden),
+        rope=rope_table(spec.rope, BLOCK * COLUMNS),
+        views={"kv": PagedView(tensor(*pages), tensor(*pages), table, BLOCK, window)},
+        attention_verify=bounds["attention"],
+        attention_chunk=bounds["attention"],
+        following=tensor(hidden),
     )
 
 
@@ -102,14 +102,14 @@ def make_rows(listed: list[tuple[int, int]], verify: int) -> Rows:
     positions = torch.cat([torch.arange(s, s + w) for s, w in listed])
     tensors = [torch.from_numpy(array) for array in (slot, start, width, offset)]
     wanted = torch.from_numpy((offset + width - 1).astype(np.int64))
-    return Rows(positions, positions, slot, start, width, offset, *tensors, verify, wanted)
+    return Rows(positions, positions, slot, start, width, offset, *tensors, verify, wanted, np.ones_like(width))
 
 
 def with_blocks(layer: LayerOps, kind: str) -> LayerOps:
     """The layer with its own copy of the pages and with blocks of one kind."""
     view = replace(layer.view, k=layer.view.k.clone(), v=layer.view.v.clone())
     blocks = {op: kernel(f"{kind}.{op}", Problem(op, "decode", "float32")) for op in ("attention_block", "mlp_block")}
-    return replace(layer, bounds=layer.bounds | blocks, view=view, described={})
+    return replace(layer, bounds=layer.bounds | blocks, views={"kv": view}, described={})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=[shape[-1] for shape in SHAPES])

@@ -163,7 +163,9 @@ def test_qkv_rope_is_the_reference(qk_norm, heads, kv_heads, dim, turned, tokens
 def rows_of(starts: list[int], widths: list[int]) -> Rows:
     arrays = [np.array(a, dtype=np.int32) for a in (range(len(starts)), starts, widths, np.cumsum([0, *widths[:-1]]))]
     positions = torch.cat([torch.arange(s, s + w) for s, w in zip(starts, widths, strict=True)])
-    return Rows(torch.zeros_like(positions), positions, *arrays, *map(torch.from_numpy, arrays), 0, positions)
+    return Rows(
+        torch.zeros_like(positions), positions, *arrays, *map(torch.from_numpy, arrays), 0, positions, arrays[2]
+    )
 
 
 def paged(spec: AttentionSpec, rows: Rows, block: int, seed: int = 0) -> PagedView:

@@ -73,11 +73,16 @@ def headers_of(spec: ModelSpec, kind: str = "bf16", width: float = 2) -> Headers
             numel *= dim
         headers[name] = TensorHeader(name, shape, stored, int(numel * size))
 
-    add(f"{spec.embed}.weight", spec.vocab, spec.hidden)
-    linears = [linear for layer in spec.layers for linear in layer.linears] + ([spec.head] if spec.head else [])
-    for linear in linears:
+    draft = spec.draft
+    outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else []), *(draft.linears if draft else ())]
+    layers = [*spec.layers, *(draft.layers if draft else ())]
+    for linear in outside + [linear for layer in layers for linear in layer.linears]:
+        if linear.fused:
+            add(linear.fused, linear.experts, linear.n // linear.experts, linear.k)
+            continue
         for module, rows in linear.parts:
             add(f"{module}.weight", rows, linear.k)
-    for tensor in [*spec.tensors, *(t for layer in spec.layers for t in layer.tensors)]:
+    tensors = [*spec.tensors, *(draft.tensors if draft else ())]
+    for tensor in tensors + [t for layer in layers for t in layer.tensors]:
         add(tensor.name, *tensor.shape, stored="f32", size=4)
     return headers

@@ -9,13 +9,14 @@ from real_specs import CONFIGS, headers_of, real_spec
 
 from offroad.device.profile import DeviceProfile, load_profile, profile_names
 from offroad.errors import PlanError, SettingsError
-from offroad.ops.budget import block_bytes, kv_bytes_per_token
+from offroad.ops.budget import Dtypes, block_bytes, kv_bytes_per_token
 from offroad.ops.plan import Plan, layer_ranges, plan
 from offroad.ops.registry import default_registry
 from offroad.settings import Settings
 
 GOLDEN = Path(__file__).parent / "golden"
 GIB = 1024**3
+BF16, FP32 = Dtypes("bfloat16", "bfloat16"), Dtypes("float32", "float32")
 
 
 def make(model: str, device: DeviceProfile, **settings) -> Plan:
@@ -76,16 +77,16 @@ def test_a_named_kernel_is_used_or_the_plan_fails():
 
 def test_all_uses_of_a_weight_agree_on_its_layout():
     made = make("smollm2-135m", cpu(), kernel=["linear:head=torch.linear"])
-    assert {made.layout(-1, "embed"), made.layout(-1, "head")} == {"dense"}
+    assert {made.layout(-1, "embed"), made.layout(-1, "linear:head")} == {"dense"}
 
 
 def test_bytes_of_the_cache_by_the_models_numbers():
     spec = real_spec("qwen3-8b")
-    assert kv_bytes_per_token(spec, "bfloat16") == 36 * 2 * 8 * 128 * 2
+    assert kv_bytes_per_token(spec, BF16) == 36 * 2 * 8 * 128 * 2
     spec = real_spec("gemma3-270m")
     row = 2 * 1 * 256 * 4
-    assert kv_bytes_per_token(spec, "float32") == 3 * row
-    assert block_bytes(spec, "float32", 64) == (3 * row * 64, 15 * row * 64)
+    assert kv_bytes_per_token(spec, FP32) == 3 * row
+    assert block_bytes(spec, FP32, 64) == (3 * row * 64, 15 * row * 64)
 
 
 def test_context_larger_than_memory_is_refused_with_both_numbers():
@@ -93,7 +94,7 @@ def test_context_larger_than_memory_is_refused_with_both_numbers():
         make(
             "qwen3-8b", cpu(48 * GIB), max_model_len=40960, dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB
         )
-    need = (40960 // 64 + 2) * 64 * kv_bytes_per_token(real_spec("qwen3-8b"), "bfloat16")
+    need = (40960 // 64 + 2) * 64 * kv_bytes_per_token(real_spec("qwen3-8b"), BF16)
     assert f"{need:,} bytes" in str(error.value)
     assert f"{GIB:,} bytes" in str(error.value)
 

@@ -1,0 +1,236 @@
+"""Qwen3.5, 3.6 and 3.8 (text): three Gated DeltaNet layers to one of gated attention, dense or with experts.
+
+Pre-norm blocks with 1 + w: `h += mixer(norm(h)); h += mlp(norm(h))`. A checkpoint may be the text part of a multimodal
+one, and may carry a one-layer drafter (`mtp.*`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offroad.models.config import Config
+from offroad.models.spec import (
+    AttentionSpec,
+    DraftSpec,
+    FfnSpec,
+    GatedDeltaSpec,
+    LayerSpec,
+    LinearSpec,
+    Mixer,
+    ModelSpec,
+    MoeSpec,
+    Paged,
+    Plane,
+    Ring,
+    RopeSpec,
+    TensorSpec,
+)
+from offroad.ops.bound import LayerOps, Ops
+from offroad.run.rows import Rows
+
+ARCHITECTURES = {
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head", "lm_head"),
+)
+
+
+def model_spec(values: dict[str, Any]) -> ModelSpec:
+    """The spec of a Qwen3.5 checkpoint. Raises ModelError for variants that are not implemented."""
+    config = Config.text(values, "qwen3_5")
+    family, hidden = values["model_type"], config.get("hidden_size", int)
+    kinds = config.layer_types("linear_attention", "full_attention", config.get("full_attention_interval", int, 4))
+    config.expect("hidden_act", "silu")
+    config.expect("attention_bias", False)
+    config.expect("attn_output_gate", True)
+    config.expect("mtp_use_dedicated_embeddings", False)
+    attention, delta = _attention(config), _delta_spec(config)
+    state = config.choice("mamba_ssm_dtype", "float32", "float32", "bfloat16", "float16")
+    ffn, moe = _ffn(config, "moe" in family)
+    made = _Layers(hidden, ffn, moe, state)
+    vocab, tied = config.get("vocab_size", int), config.get("tie_word_embeddings", bool, False)
+    spec = ModelSpec(
+        family="qwen3_5_moe" if moe else "qwen3_5",
+        hidden=hidden,
+        vocab=vocab,
+        max_len=config.get("max_position_embeddings", int),
+        norm_eps=config.get("rms_norm_eps", float, 1e-6),
+        layers=tuple(
+            made.layer(f"model.layers.{i}", attention if kind == "full_attention" else delta)
+            for i, kind in enumerate(kinds)
+        ),
+        embed="model.embed_tokens",
+        tensors=(TensorSpec("model.norm.weight", "norm", (hidden,), "plus_one"),),
+        head=None if tied else LinearSpec("head", (("lm_head", vocab),), hidden),
+        draft=made.draft(attention) if config.get("mtp_num_hidden_layers", int, 1) == 1 else None,
+        ignored=(r"model\.visual\..*", r"visual\..*", *((r"lm_head\.weight",) if tied else ())),
+        prefixes=_PREFIXES,
+        notes=("text only: the vision tower is not loaded",) if "vision_config" in values else (),
+    )
+    config.done()
+    return spec
+
+
+def _attention(config: Config) -> AttentionSpec:
+    heads, dim = config.get("num_attention_heads", int), config.get("head_dim", int, 256)
+    parameters = dict(config.get("rope_parameters", dict, {}))
+    config.expect_in("rope_parameters", parameters, "mrope_interleaved", True)
+    time, height, width = parameters.pop("mrope_section", None) or (11, 11, 10)
+    turned = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor", float, 0.25)
+    config.get("partial_rotary_factor", float, None)
+    base = float(parameters.pop("rope_theta", None) or config.get("rope_theta", float, 1e7))
+    rope = RopeSpec(int(dim * turned), base, config.scaling(parameters), (height, width))
+    return AttentionSpec(
+        heads, config.get("num_key_value_heads", int), dim, dim**-0.5, rope, qk_norm=True, output_gate=True
+    )
+
+
+def _delta_spec(config: Config) -> GatedDeltaSpec:
+    gate = config.choice("output_gate_type", "swish", "swish", "silu", "sigmoid")
+    return GatedDeltaSpec(
+        config.get("linear_num_key_heads", int),
+        config.get("linear_num_value_heads", int),
+        config.get("linear_key_head_dim", int),
+        config.get("linear_value_head_dim", int),
+        config.get("linear_conv_kernel_dim", int),
+        "sigmoid" if gate == "sigmoid" else "silu",
+    )
+
+
+def _ffn(config: Config, moe: bool) -> tuple[FfnSpec, MoeSpec | None]:
+    """The dense mlp, or the shared expert and the experts."""
+    if not moe:
+        return FfnSpec(config.get("intermediate_size", int), "silu"), None
+    config.expect("norm_topk_prob", True)
+    config.expect("mlp_only_layers", [])
+    config.expect("decoder_sparse_step", 1)
+    for name in ("intermediate_size", "router_aux_loss_coef", "output_router_logits"):
+        config.read.add(name)  # training, or the size of layers that there are none of
+    experts = MoeSpec(
+        config.get("num_experts", int),
+        config.get("num_experts_per_tok", int),
+        config.get("moe_intermediate_size", int),
+        "silu",
+    )
+    return FfnSpec(config.get("shared_expert_intermediate_size", int), "silu"), experts
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Makes layers; `state` is the dtype of recurrent states."""
+
+    hidden: int
+    ffn: FfnSpec
+    moe: MoeSpec | None
+    state: str
+
+    def layer(self, at: str, mixer: Mixer, first: int = 0) -> LayerSpec:
+        if isinstance(mixer, AttentionSpec):
+            linears, tensors, items = self._attention(f"{at}.self_attn", mixer, first)
+        else:
+            linears, tensors, items = self._delta(f"{at}.linear_attn", mixer)
+        blocks = {"attention_block"} if isinstance(mixer, AttentionSpec) else set()
+        if self.moe is None:
+            linears, blocks = linears + self._mlp(f"{at}.mlp"), blocks | {"mlp_block"}
+        else:
+            linears += self._mlp(f"{at}.mlp.shared_expert") + self._experts(f"{at}.mlp", self.moe)
+        tensors += (
+            TensorSpec(f"{at}.input_layernorm.weight", "input_norm", (self.hidden,), "plus_one"),
+            TensorSpec(f"{at}.post_attention_layernorm.weight", "mlp_norm", (self.hidden,), "plus_one"),
+        )
+        return LayerSpec(mixer, self.ffn, items, linears, tensors, self.moe, frozenset(blocks))
+
+    def _attention(self, at: str, spec: AttentionSpec, first: int):
+        kv = spec.kv_heads * spec.head_dim
+        parts = ((f"{at}.q_proj", spec.q_width), (f"{at}.k_proj", kv), (f"{at}.v_proj", kv))
+        out = LinearSpec("o", ((f"{at}.o_proj", self.hidden),), spec.heads * spec.head_dim)
+        norms = tuple(TensorSpec(f"{at}.{n}_norm.weight", f"{n}_norm", (spec.head_dim,), "plus_one") for n in "qk")
+        row = (spec.kv_heads, spec.head_dim)
+        pages = Paged((Plane("k", row), Plane("v", row)), first=first)
+        return (LinearSpec("qkv", parts, self.hidden), out), norms, (("kv", pages),)
+
+    def _delta(self, at: str, spec: GatedDeltaSpec):
+        heads, width = spec.value_heads, spec.value_width
+        linears = (
+            LinearSpec("qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden),
+            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden),
+            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width),
+        )
+        tensors = (
+            TensorSpec(f"{at}.conv1d.weight", "conv", (spec.channels, 1, spec.kernel), "matrix"),
+            TensorSpec(f"{at}.A_log", "a_log", (heads,)),
+            TensorSpec(f"{at}.dt_bias", "dt_bias", (heads,)),
+            TensorSpec(f"{at}.norm.weight", "delta_norm", (spec.value_dim,)),
+        )
+        back, state = spec.kernel - 1, (heads, spec.key_dim, spec.value_dim)
+        items = (
+            ("conv", Ring((Plane("raw", (spec.channels,), "activation"),), back, back)),
+            ("state", Ring((Plane("s", state, self.state),), 1, 1)),
+        )
+        return linears, tensors, items
+
+    def _mlp(self, at: str) -> tuple[LinearSpec, ...]:
+        size = self.ffn.size
+        return (
+            LinearSpec("gate_up", ((f"{at}.gate_proj", size), (f"{at}.up_proj", size)), self.hidden),
+            LinearSpec("down", ((f"{at}.down_proj", self.hidden),), size),
+        )
+
+    def _experts(self, at: str, moe: MoeSpec) -> tuple[LinearSpec, ...]:
+        each = [f"{at}.experts.{e}" for e in range(moe.experts)]
+        gate_up = tuple((f"{e}.{name}_proj", moe.size) for e in each for name in ("gate", "up"))
+        down = tuple((f"{e}.down_proj", self.hidden) for e in each)
+        grouped = dict(op="grouped_linear", experts=moe.experts)
+        return (
+            LinearSpec("router", ((f"{at}.gate", moe.experts),), self.hidden),
+            LinearSpec("shared_gate", ((f"{at}.shared_expert_gate", 1),), self.hidden),
+            LinearSpec("experts_gate_up", gate_up, self.hidden, fused=f"{at}.experts.gate_up_proj", **grouped),
+            LinearSpec("experts_down", down, moe.size, fused=f"{at}.experts.down_proj", **grouped),
+        )
+
+    def draft(self, attention: AttentionSpec) -> DraftSpec:
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        return DraftSpec(
+            layers=(self.layer("mtp.layers.0", attention, first=1),),
+            linears=(LinearSpec("fc", (("mtp.fc", self.hidden),), 2 * self.hidden),),
+            tensors=tuple(TensorSpec(f"mtp.{name}.weight", name, (self.hidden,), "plus_one") for name in names),
+            present="mtp.fc.weight",
+        )
+
+
+class Qwen3_5:
+    """The forward pass over bound ops."""
+
+    def forward(self, rows: Rows, ops: Ops) -> torch.Tensor:
+        """Normed hidden states of the wanted tokens, [wanted, hidden]."""
+        residual = ops.embed(rows.ids)
+        h = ops.layers[0].norm("input_norm", residual)
+        last = len(ops.layers) - 1
+        for i, layer in enumerate(ops.layers):
+            h = layer.attention_block(h, rows) if "kv" in layer.views else self.delta_block(layer, h, rows)
+            if i == last:  # nothing is stored after this: only the wanted tokens go on
+                h, residual = h[rows.wanted], residual[rows.wanted]
+            h, residual = layer.mlp_block(h, residual) if layer.moe is None else self.moe_block(layer, h, residual)
+            ops.observe(i, residual)
+        return h
+
+    @staticmethod
+    def delta_block(layer: LayerOps, h: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return layer.linear("o", layer.gated_delta(layer.linear("qkvz", h), layer.linear("ba", h), rows))
+
+    @staticmethod
+    def moe_block(layer: LayerOps, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h, residual = layer.add_norm(x, residual, layer.tensors["mlp_norm"])
+        mixed = layer.experts(h, *layer.route(layer.linear("router", h)))
+        shared = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+        mixed = mixed + layer.linear("shared_gate", h).sigmoid() * shared
+        return layer.add_norm(mixed, residual, layer.following)

@@ -1,0 +1,44 @@
+"""Mixture of experts: routing, and linears whose weight depends on the token."""
+
+from __future__ import annotations
+
+import torch
+
+from offroad.ops.linear import TOLERANCE
+from offroad.ops.spec import OpSpec, Tolerance
+from offroad.quant.packed import Packed, dequantise
+
+ROUTE_TOLERANCE = {name: Tolerance(1e-5, 1e-5) for name in ("float32", "bfloat16", "float16")}
+
+
+def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights fp32, experts int64) [tokens, top_k]: the largest of the softmax over all experts, in fp32, divided by
+    their sum, then multiplied by `scale` [experts] if given. logits [tokens, experts]."""
+    weights, experts = logits.float().softmax(-1).topk(top_k, dim=-1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return (weights if scale is None else weights * scale[experts]), experts
+
+
+def grouped_linear(x: torch.Tensor, experts: torch.Tensor, weight: Packed, count: int) -> torch.Tensor:
+    """`x w_e^T` for each token's experts; x [tokens, k], or [tokens, top_k, k] if it differs by expert; experts int64
+    [tokens, top_k]; weight [count * n, k] -> [tokens, top_k, n]."""
+    n = weight.n // count
+    out = torch.empty(*experts.shape, n, dtype=x.dtype, device=x.device)
+    for expert in experts.unique().tolist():
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        w = rows_of(weight, expert * n, n).to(x.dtype)
+        out[token, choice] = (x[token] if x.ndim == 2 else x[token, choice]) @ w.T
+    return out
+
+
+def rows_of(weight: Packed, first: int, count: int) -> torch.Tensor:
+    """Rows [first, first + count) of a canonical weight as a dense matrix [count, k]."""
+    cut = slice(first, first + count)
+    part = Packed(weight.layout, count, weight.k, {name: t[cut] for name, t in weight.tensors.items()}, weight.group)
+    return part.tensors["w"] if part.layout == "dense" else dequantise(part)
+
+
+OPS = (
+    OpSpec("route", route.__doc__ or "", route, ROUTE_TOLERANCE),
+    OpSpec("grouped_linear", grouped_linear.__doc__ or "", grouped_linear, TOLERANCE),
+)
