@@ -52,7 +52,44 @@ def tiny_config(family: str):
         )
     if family.startswith("qwen3_5"):
         return _qwen3_5(family)
+    if family.startswith("gemma4"):
+        return _gemma4(family)
     raise ValueError(family)
+
+
+def _gemma4(family: str):
+    from transformers import Gemma4TextConfig
+
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    }
+    values = COMMON | dict(
+        num_hidden_layers=6,
+        head_dim=16,
+        global_head_dim=32,
+        sliding_window=16,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=300,
+        rope_parameters=rope,
+    )
+    if family == "gemma4_e":  # like E2B
+        values |= dict(
+            num_hidden_layers=10,
+            num_key_value_heads=1,
+            layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
+            num_kv_shared_layers=5,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+        )
+    else:  # like 31B, or 26B-A4B
+        values |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
+    if family == "gemma4_moe":
+        values |= dict(enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24)
+    return Gemma4TextConfig(**values)
 
 
 def _qwen3_5(family: str):
@@ -83,7 +120,7 @@ def _qwen3_5(family: str):
     return Qwen3_5TextConfig(**values, tie_word_embeddings=family == "qwen3_5_tied")
 
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3", "gemma4", "gemma4_e", "gemma4_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def tiny_tokenizer() -> str:
@@ -113,6 +150,15 @@ def _initialise(family: str, name: str, parameter: torch.Tensor) -> None:
         parameter.uniform_(-4.0, 1.0)
     elif name.endswith("A_log"):
         parameter.uniform_(-2.0, 2.0)
+    elif family.startswith("gemma4"):
+        # Scores are q k^T of normed vectors: weights of 1 would give a softmax that is nearly one-hot.
+        if "router" in name and "proj" not in name:
+            parameter.uniform_(0.5, 1.5)
+        elif "norm" in name:
+            scale = parameter.shape[0] ** -0.25 if "q_norm" in name or "k_norm" in name else 1.0
+            parameter.normal_(1.0, 0.1).mul_(scale)
+        else:
+            parameter.normal_(0.0, 0.08)
     elif family.startswith("qwen3_5"):
         parameter.normal_(float("linear_attn.norm" in name), 0.1 if parameter.ndim == 1 else 0.08)
     else:
@@ -130,6 +176,9 @@ def write_tiny(family: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _initialise(family, name, parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.3, 0.9)
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tiny_tokenizer())
     config = {"chat_template": TEMPLATE, "bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from offroad.models import parts
 from offroad.models.config import Config
 from offroad.models.spec import (
     AttentionSpec,
     FfnSpec,
     LayerSpec,
-    LinearSpec,
     ModelSpec,
     Paged,
     Plane,
@@ -86,31 +86,19 @@ def _ropes(config: Config) -> tuple[tuple, tuple]:
     return config.rope(1_000_000.0), (local, ())
 
 
-def _layer(i: int, hidden: int, attention: AttentionSpec, ffn: FfnSpec) -> LayerSpec:
-    at, dim = f"model.layers.{i}", attention.head_dim
-    q, kv = attention.heads * dim, attention.kv_heads * dim
-    linears = (
-        LinearSpec(
-            "qkv",
-            ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)),
-            hidden,
-        ),
-        LinearSpec("o", ((f"{at}.self_attn.o_proj", hidden),), q),
-        LinearSpec("gate_up", ((f"{at}.mlp.gate_proj", ffn.size), (f"{at}.mlp.up_proj", ffn.size)), hidden),
-        LinearSpec("down", ((f"{at}.mlp.down_proj", hidden),), ffn.size),
-    )
-    names = {
+def _layer(i: int, hidden: int, mixer: AttentionSpec, ffn: FfnSpec) -> LayerSpec:
+    at = f"model.layers.{i}"
+    linears = parts.attention(f"{at}.self_attn", mixer, hidden) + parts.mlp(f"{at}.mlp", ffn.size, hidden)
+    norms = {
         "input_layernorm": "input_norm",
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "mlp_norm",
         "post_feedforward_layernorm": "post_mlp_norm",
     }
-    tensors = [TensorSpec(f"{at}.{name}.weight", target, (hidden,), "plus_one") for name, target in names.items()]
-    tensors += [TensorSpec(f"{at}.self_attn.{n}_norm.weight", f"{n}_norm", (dim,), "plus_one") for n in "qk"]
-    row = (attention.kv_heads, dim)
-    keep = attention.window - 1 if attention.window else 0
-    items = (("kv", Paged((Plane("k", row), Plane("v", row)), attention.window, keep)),)
-    return LayerSpec(attention, ffn, items, linears, tuple(tensors))
+    tensors = parts.norms(at, norms, hidden, "plus_one") + parts.qk_norms(f"{at}.self_attn", mixer, "plus_one")
+    row, window = (mixer.kv_heads, mixer.head_dim), mixer.window
+    items = (("kv", Paged((Plane("k", row), Plane("v", row)), window, window - 1 if window else 0)),)
+    return LayerSpec(mixer, ffn, items, linears, tensors)
 
 
 class Gemma3:

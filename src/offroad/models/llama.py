@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offroad.models import parts
 from offroad.models.config import Config
 from offroad.models.spec import (
     AttentionSpec,
@@ -64,29 +65,13 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     return spec
 
 
-def _layer(i: int, hidden: int, attention: AttentionSpec, ffn: FfnSpec, bias: bool) -> LayerSpec:
-    at, dim = f"model.layers.{i}", attention.head_dim
-    q, kv = attention.heads * dim, attention.kv_heads * dim
-    linears = (
-        LinearSpec(
-            "qkv",
-            ((f"{at}.self_attn.q_proj", q), (f"{at}.self_attn.k_proj", kv), (f"{at}.self_attn.v_proj", kv)),
-            hidden,
-            bias,
-        ),
-        LinearSpec("o", ((f"{at}.self_attn.o_proj", hidden),), q),
-        LinearSpec("gate_up", ((f"{at}.mlp.gate_proj", ffn.size), (f"{at}.mlp.up_proj", ffn.size)), hidden),
-        LinearSpec("down", ((f"{at}.mlp.down_proj", hidden),), ffn.size),
-    )
-    tensors = [
-        TensorSpec(f"{at}.input_layernorm.weight", "input_norm", (hidden,)),
-        TensorSpec(f"{at}.post_attention_layernorm.weight", "mlp_norm", (hidden,)),
-    ]
-    if attention.qk_norm:
-        tensors += [TensorSpec(f"{at}.self_attn.{n}_norm.weight", f"{n}_norm", (dim,)) for n in "qk"]
-    row = (attention.kv_heads, dim)
-    items = (("kv", Paged((Plane("k", row), Plane("v", row)))),)
-    return LayerSpec(attention, ffn, items, linears, tuple(tensors))
+def _layer(i: int, hidden: int, mixer: AttentionSpec, ffn: FfnSpec, bias: bool) -> LayerSpec:
+    at = f"model.layers.{i}"
+    linears = parts.attention(f"{at}.self_attn", mixer, hidden, bias) + parts.mlp(f"{at}.mlp", ffn.size, hidden)
+    norms = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+    tensors = parts.norms(at, norms, hidden) + (parts.qk_norms(f"{at}.self_attn", mixer) if mixer.qk_norm else ())
+    row = (mixer.kv_heads, mixer.head_dim)
+    return LayerSpec(mixer, ffn, (("kv", Paged((Plane("k", row), Plane("v", row)))),), linears, tensors)
 
 
 class Llama:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offroad.models import parts
 from offroad.models.config import Config
 from offroad.models.spec import (
     AttentionSpec,
@@ -134,29 +135,28 @@ class _Layers:
     state: str
 
     def layer(self, at: str, mixer: Mixer, first: int = 0) -> LayerSpec:
+        hidden, moe, size = self.hidden, self.moe, self.ffn.size
         if isinstance(mixer, AttentionSpec):
-            linears, tensors, items = self._attention(f"{at}.self_attn", mixer, first)
+            linears = parts.attention(f"{at}.self_attn", mixer, hidden)
+            tensors = parts.qk_norms(f"{at}.self_attn", mixer, "plus_one")
+            row = (mixer.kv_heads, mixer.head_dim)
+            items = (("kv", Paged((Plane("k", row), Plane("v", row)), first=first)),)
+            blocks = ("attention_block",)
         else:
             linears, tensors, items = self._delta(f"{at}.linear_attn", mixer)
-        blocks = {"attention_block"} if isinstance(mixer, AttentionSpec) else set()
-        if self.moe is None:
-            linears, blocks = linears + self._mlp(f"{at}.mlp"), blocks | {"mlp_block"}
+            blocks = ()
+        if moe is None:
+            linears, blocks = linears + parts.mlp(f"{at}.mlp", size, hidden), (*blocks, "mlp_block")
         else:
-            linears += self._mlp(f"{at}.mlp.shared_expert") + self._experts(f"{at}.mlp", self.moe)
-        tensors += (
-            TensorSpec(f"{at}.input_layernorm.weight", "input_norm", (self.hidden,), "plus_one"),
-            TensorSpec(f"{at}.post_attention_layernorm.weight", "mlp_norm", (self.hidden,), "plus_one"),
-        )
-        return LayerSpec(mixer, self.ffn, items, linears, tensors, self.moe, frozenset(blocks))
-
-    def _attention(self, at: str, spec: AttentionSpec, first: int):
-        kv = spec.kv_heads * spec.head_dim
-        parts = ((f"{at}.q_proj", spec.q_width), (f"{at}.k_proj", kv), (f"{at}.v_proj", kv))
-        out = LinearSpec("o", ((f"{at}.o_proj", self.hidden),), spec.heads * spec.head_dim)
-        norms = tuple(TensorSpec(f"{at}.{n}_norm.weight", f"{n}_norm", (spec.head_dim,), "plus_one") for n in "qk")
-        row = (spec.kv_heads, spec.head_dim)
-        pages = Paged((Plane("k", row), Plane("v", row)), first=first)
-        return (LinearSpec("qkv", parts, self.hidden), out), norms, (("kv", pages),)
+            linears += parts.mlp(f"{at}.mlp.shared_expert", size, hidden)
+            linears += parts.experts(f"{at}.mlp.experts", moe, hidden)
+            linears += (
+                LinearSpec("router", ((f"{at}.mlp.gate", moe.experts),), hidden),
+                LinearSpec("shared_gate", ((f"{at}.mlp.shared_expert_gate", 1),), hidden),
+            )
+        norms = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+        tensors += parts.norms(at, norms, hidden, "plus_one")
+        return LayerSpec(mixer, self.ffn, items, linears, tensors, moe, blocks)
 
     def _delta(self, at: str, spec: GatedDeltaSpec):
         heads, width = spec.value_heads, spec.value_width
@@ -177,25 +177,6 @@ class _Layers:
             ("state", Ring((Plane("s", state, self.state),), 1, 1)),
         )
         return linears, tensors, items
-
-    def _mlp(self, at: str) -> tuple[LinearSpec, ...]:
-        size = self.ffn.size
-        return (
-            LinearSpec("gate_up", ((f"{at}.gate_proj", size), (f"{at}.up_proj", size)), self.hidden),
-            LinearSpec("down", ((f"{at}.down_proj", self.hidden),), size),
-        )
-
-    def _experts(self, at: str, moe: MoeSpec) -> tuple[LinearSpec, ...]:
-        each = [f"{at}.experts.{e}" for e in range(moe.experts)]
-        gate_up = tuple((f"{e}.{name}_proj", moe.size) for e in each for name in ("gate", "up"))
-        down = tuple((f"{e}.down_proj", self.hidden) for e in each)
-        grouped = dict(op="grouped_linear", experts=moe.experts)
-        return (
-            LinearSpec("router", ((f"{at}.gate", moe.experts),), self.hidden),
-            LinearSpec("shared_gate", ((f"{at}.shared_expert_gate", 1),), self.hidden),
-            LinearSpec("experts_gate_up", gate_up, self.hidden, fused=f"{at}.experts.gate_up_proj", **grouped),
-            LinearSpec("experts_down", down, moe.size, fused=f"{at}.experts.down_proj", **grouped),
-        )
 
     def draft(self, attention: AttentionSpec) -> DraftSpec:
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from offroad.errors import ModelError
-from offroad.models import gemma3, llama, qwen3_5
+from offroad.models import gemma3, gemma4, llama, qwen3_5
 from offroad.models.spec import ModelSpec
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
@@ -29,7 +29,7 @@ class Resolved:
     model: type[Model]
 
 
-_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3), (qwen3_5, qwen3_5.Qwen3_5))
+_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3), (gemma4, gemma4.Gemma4), (qwen3_5, qwen3_5.Qwen3_5))
 
 
 def architectures() -> dict[str, str]:

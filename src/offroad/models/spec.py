@@ -219,7 +219,7 @@ class LayerSpec:
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
     moe: MoeSpec | None = None
-    blocks: frozenset[str] = frozenset({"attention_block", "mlp_block"})  # the blocks that the model calls
+    blocks: tuple[str, ...] = ("attention_block", "mlp_block")  # the blocks that the model calls
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,10 @@ class LayerOps:
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.bounds["norm"](x, self.tensors[name], self.eps)
 
+    def next_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """x normed for what follows the layer."""
+        return self.bounds["norm"](x, self.following, self.eps)
+
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, post: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:

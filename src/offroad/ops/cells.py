@@ -147,7 +147,7 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
             "mlp_block": (*residual, "linear:gate_up", "gated_activation", "linear:down"),
         }
         for phase in PHASES:
-            for op in sorted(layer.blocks):
+            for op in layer.blocks:
                 parts = [(part, phase) for part in parts_of[op]]
                 if (op, phase) == ("attention_block", "prefill"):
                     parts.append(("attention", "decode"))
