@@ -10,6 +10,8 @@ from offroad.run.rows import PagedView, Rows
 
 TOLERANCE = {"float32": Tolerance(2e-5, 2e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(3e-3, 3e-3)}
 
+_SCORES = 1 << 24  # scores held at once
+
 
 def attention(
     q: torch.Tensor,
@@ -62,15 +64,21 @@ def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tens
 def _row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: int | None, spec: AttentionSpec
 ) -> torch.Tensor:
-    width, total = q.shape[0], k.shape[0]
-    repeat = spec.heads // spec.kv_heads
-    keys = k.float().repeat_interleave(repeat, dim=1)
-    values = v.float().repeat_interleave(repeat, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float() * spec.scale, keys)
-    if spec.softcap:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    scores = scores.masked_fill(~visible(width, total, old, window, q.device)[None], float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    """Attention of a row's tokens [width, heads, dim] over its keys, a few queries at a time: scores of a long context
+    would not fit in memory."""
+    keys, values = k.float(), v.float()
+    queries = (q.float() * spec.scale).unflatten(1, (spec.kv_heads, -1))
+    seen = visible(q.shape[0], k.shape[0], old, window, q.device)
+    out = torch.empty_like(q)
+    step = max(1, _SCORES // (spec.heads * k.shape[0]))
+    for first in range(0, q.shape[0], step):
+        part = slice(first, first + step)
+        scores = torch.einsum("qhgd,khd->hgqk", queries[part], keys)
+        if spec.softcap:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores.masked_fill_(~seen[part], float("-inf"))
+        out[part] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), values).flatten(1, 2).to(q.dtype)
+    return out
 
 
 def visible(width: int, total: int, old: int, window: int | None, device: torch.device) -> torch.Tensor:
