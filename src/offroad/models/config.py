@@ -107,6 +107,11 @@ class Config:
                 next=f"this variant of {self.family} is not implemented",
             )
 
+    def only(self, **fixed: Any) -> None:
+        """Each field has the one value that this model file implements, or is absent."""
+        for name, value in fixed.items():
+            self.expect(name, value)
+
     def choice(self, name: str, default: str, *accepted: str) -> str:
         """The value of `name`, one of `accepted`."""
         self.expect(name, *accepted)
