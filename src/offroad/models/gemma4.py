@@ -7,7 +7,7 @@ layer, the logits are soft-capped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ def _layers(config: Config, hidden: int, kinds: list[str], width: int) -> tuple[
         if i >= first:
             item, mixer = Shared(_producer(kinds, first, kind)), replace(mixer, own_kv=False)
         ffn = FfnSpec(size * (2 if wide and i >= first else 1), "gelu_tanh")
-        layers.append(_Layer(f"model.layers.{i}", hidden, mixer, ffn, moe, width).spec(item))
+        layers.append(_layer(f"model.layers.{i}", hidden, mixer, item, ffn, moe, width))
     return tuple(layers)
 
 
@@ -161,47 +161,37 @@ def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
     return mixers
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Makes the spec of the layer at `at`; `width`: of its per-layer embedding, 0: none."""
-
-    at: str
-    hidden: int
-    mixer: AttentionSpec
-    ffn: FfnSpec
-    moe: MoeSpec | None
-    width: int
-
-    def spec(self, item: Item) -> LayerSpec:
-        at, hidden, moe = self.at, self.hidden, self.moe
-        linears = parts.attention(f"{at}.self_attn", self.mixer, hidden) + parts.mlp(f"{at}.mlp", self.ffn.size, hidden)
-        tensors = parts.qk_norms(f"{at}.self_attn", self.mixer)
-        norms = {
-            "input_layernorm": "input_norm",
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "mlp_norm",
-            "post_feedforward_layernorm": "post_mlp_norm",
+def _layer(
+    at: str, hidden: int, mixer: AttentionSpec, item: Item, ffn: FfnSpec, moe: MoeSpec | None, width: int
+) -> LayerSpec:
+    linears = parts.attention(f"{at}.self_attn", mixer, hidden) + parts.mlp(f"{at}.mlp", ffn.size, hidden)
+    tensors = parts.qk_norms(f"{at}.self_attn", mixer)
+    norms = {
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    }
+    if moe is not None:
+        linears += parts.experts(f"{at}.experts", moe, hidden)
+        linears += (LinearSpec("router", ((f"{at}.router.proj", moe.experts),), hidden),)
+        tensors += (
+            TensorSpec(f"{at}.router.scale", "router_norm", (hidden,)),
+            TensorSpec(f"{at}.router.per_expert_scale", "expert_scale", (moe.experts,)),
+        )
+        norms |= {
+            "post_feedforward_layernorm_1": "post_dense_norm",
+            "pre_feedforward_layernorm_2": "experts_norm",
+            "post_feedforward_layernorm_2": "post_experts_norm",
         }
-        if moe is not None:
-            linears += parts.experts(f"{at}.experts", moe, hidden)
-            linears += (LinearSpec("router", ((f"{at}.router.proj", moe.experts),), hidden),)
-            tensors += (
-                TensorSpec(f"{at}.router.scale", "router_norm", (hidden,)),
-                TensorSpec(f"{at}.router.per_expert_scale", "expert_scale", (moe.experts,)),
-            )
-            norms |= {
-                "post_feedforward_layernorm_1": "post_dense_norm",
-                "pre_feedforward_layernorm_2": "experts_norm",
-                "post_feedforward_layernorm_2": "post_experts_norm",
-            }
-        if self.width:
-            linears += (
-                LinearSpec("input_gate", ((f"{at}.per_layer_input_gate", self.width),), hidden),
-                LinearSpec("input_projection", ((f"{at}.per_layer_projection", hidden),), self.width),
-            )
-            norms["post_per_layer_input_norm"] = "post_input_norm"
-        tensors += (*parts.norms(at, norms, hidden), TensorSpec(f"{at}.layer_scalar", "scalar", (1,)))
-        return LayerSpec(self.mixer, self.ffn, (("kv", item),), linears, tensors, moe, ("attention_block",))
+    if width:
+        linears += (
+            LinearSpec("input_gate", ((f"{at}.per_layer_input_gate", width),), hidden),
+            LinearSpec("input_projection", ((f"{at}.per_layer_projection", hidden),), width),
+        )
+        norms["post_per_layer_input_norm"] = "post_input_norm"
+    tensors += (*parts.norms(at, norms, hidden), TensorSpec(f"{at}.layer_scalar", "scalar", (1,)))
+    return LayerSpec(mixer, ffn, (("kv", item),), linears, tensors, moe, ("attention_block",))
 
 
 class Gemma4:
