@@ -9,6 +9,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +44,8 @@ def make_plan(settings: Settings, source: Source) -> Plan:
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
     name = settings.served_model_name or settings.model
-    return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
+    spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
+    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:

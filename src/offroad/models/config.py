@@ -30,6 +30,7 @@ HARMLESS = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "quantization_config",  # weights/quantised.py reads it
         "return_dict",
         "rope_interleaved",
         "task_specific_params",

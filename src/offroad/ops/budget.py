@@ -127,10 +127,19 @@ def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: s
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
-    # Blocks' scales may grow from fp16 to fp32: at most a quarter more than on disk. fp16 is widened by CPU kernels.
-    return sum(
-        h.nbytes * 5 // 4 if h.kind.startswith("gguf") else h.nbytes * (2 if h.kind == "f16" else 1) for h in stored
-    )
+    return sum(int(h.nbytes * _growth(h.kind, choice.layout)) for h in stored)
+
+
+def _growth(kind: str, layout: str) -> float:
+    """How much a weight grows from disk to memory: scales become fp32, CPU kernels widen what they do not have."""
+    family, own = kind.partition(".")[0], layout.startswith("cpu.")
+    if family == "fp8":
+        return 4.0 if own else 1.04
+    if family == "fp4":
+        return 2.3 if own else 1.4
+    if family in ("gguf", "affine4", "affine8"):
+        return 1.25
+    return 2.0 if kind == "f16" else 1.0
 
 
 @dataclass(frozen=True)
