@@ -70,7 +70,15 @@ def quantised(source: Source) -> Source:
             accepted=f"a quantised weight beside it ({method})",
             next=REPAIR,
         )
-    for claim in found.claims:
+    claims = [claim.measured(lambda tensor: source.read(tensor).data) for claim in found.claims]
+    for claim in claims:
+        if claim.name in headers:
+            raise ModelError(
+                f"tensor {claim.name}",
+                found=f"there, and made by {claim.tensors[0]} too",
+                accepted="each weight once",
+                next=REPAIR,
+            )
         nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
-    return Quantised(source, {claim.name: claim for claim in found.claims}, headers, (*source.notes, *found.notes))
+    return Quantised(source, {claim.name: claim for claim in claims}, headers, (*source.notes, *found.notes))
