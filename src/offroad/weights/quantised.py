@@ -9,11 +9,12 @@ import torch
 
 from offroad.errors import ModelError
 from offroad.quant.formats.base import REPAIR, Claim, Format
+from offroad.quant.formats.compressed_tensors import CompressedTensors
 from offroad.quant.formats.fp8 import Fp8
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers, Source, Stored, TensorHeader
 
-FORMATS: dict[str, Format] = {"fp8": Fp8()}
+FORMATS: dict[str, Format] = {"compressed-tensors": CompressedTensors(), "fp8": Fp8()}
 
 
 def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
