@@ -15,7 +15,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,7 +97,8 @@ def oracle(state: Tensors, made: QuantizationScheme) -> torch.Tensor:
 
 @dataclass
 class Written:
-    """A quantised checkpoint: its folder, its tensors, the library's weights by name, the reference model with them."""
+    """A quantised checkpoint: its folder, its tensors, the library's weights by the name that each has in the file, and
+    the reference model with them."""
 
     folder: Path
     tensors: Tensors
@@ -132,18 +133,24 @@ def write(
     shutil.copytree(source, folder)
     schemes = {pattern: scheme(name, (f"re:{pattern}",)) for pattern, name in names.items()}
     written = Written(folder, {}, {}, deepcopy(reference))
-    for name, tensor in load_file(source / "model.safetensors").items():
+    stacks: Tensors = {}
+    state = reference.state_dict()
+    for name, tensor in state.items():
+        if name == "lm_head.weight" and torch.equal(tensor, state["model.embed_tokens.weight"]):
+            continue  # tied
         module = name.removesuffix(".weight")
         made = next((made for pattern, made in schemes.items() if re.match(pattern, module)), None)
         if made is None or tensor.ndim == 1 or tensor.ndim == 3 and experts == "plain" or "conv1d" in name:
             written.tensors[name] = tensor
         elif tensor.ndim == 3:
-            _experts(written, module, tensor, made, experts, dtype)
+            stacks[name] = _experts(written, module, tensor, made, experts, dtype)
         else:
-            state = compress(tensor, made, dtype)
-            written.tensors |= {f"{module}.{part}": value for part, value in state.items()}
-            written.weights[name] = oracle(state, made)
-    loaded = written.reference.load_state_dict(written.weights, strict=False)
+            parts = compress(tensor, made, dtype)
+            written.tensors |= {f"{module}.{part}": value for part, value in parts.items()}
+            written.weights[name] = oracle(parts, made)
+    loaded = written.reference.load_state_dict(
+        {name: weight for name, weight in (written.weights | stacks).items() if name in state}, strict=False
+    )
     assert not loaded.unexpected_keys, loaded
     groups = {f"group_{i}": made for i, made in enumerate(schemes.values())}
     form = next(iter(schemes.values())).format if len(schemes) == 1 else "mixed-precision"
@@ -156,21 +163,21 @@ def write(
 
 def _experts(
     written: Written, module: str, tensor: torch.Tensor, made: QuantizationScheme, how: str, dtype: torch.dtype
-) -> None:
-    states = [compress(weight, made, dtype) for weight in tensor]
-    written.weights[module] = torch.stack([oracle(state, made) for state in states])
+) -> torch.Tensor:
+    """Adds the tensors of all experts; gives the library's weights of all, stacked."""
     if how == "fused":
+        states = [compress(weight, made, dtype) for weight in tensor]
         parts = {part: torch.stack([state[part] for state in states]) for part in states[0] if part != "weight_shape"}
-        if "weight_global_scale" in parts:
-            parts["weight_global_scale"] = parts["weight_global_scale"].flatten()
         written.tensors |= {f"{module}.{part}": value for part, value in parts.items()}
-        return
+        written.weights[module] = torch.stack([oracle(state, made) for state in states])
+        return written.weights[module]
     at, _, last = module.rpartition(".")
-    pieces = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    names = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     whole = []
     for e, weight in enumerate(tensor):
-        split = [compress(piece, made, dtype) for piece in weight.chunk(len(pieces))]
-        for piece, state in zip(pieces, split, strict=True):
-            written.tensors |= {f"{at}.{e}.{piece}.{part}": value for part, value in state.items()}
-        whole.append(torch.cat([oracle(state, made) for state in split]))
-    written.weights[module] = torch.stack(whole)
+        split = [compress(piece, made, dtype) for piece in weight.chunk(len(names))]
+        for name, parts in zip(names, split, strict=True):
+            written.tensors |= {f"{at}.{e}.{name}.{part}": value for part, value in parts.items()}
+            written.weights[f"{at}.{e}.{name}.weight"] = oracle(parts, made)
+        whole.append(torch.cat([oracle(parts, made) for parts in split]))
+    return torch.stack(whole)
