@@ -148,7 +148,8 @@ class _Ints:
         value = read(f"{self.module}.weight_zero_point")
         if value.dtype == torch.int32 and self.packed and self.scheme.strategy != "tensor":  # packed along n
             half = 2 ** (self.scheme.bits - 1)
-            value = unpack(value.transpose(-1, -2), self.scheme.bits, self.n).transpose(-1, -2).int() - half
+            along_n = value.transpose(-1, -2).clone(memory_format=torch.contiguous_format)  # for strides of 1, always
+            value = unpack(along_n, self.scheme.bits, self.n).transpose(-1, -2).int() - half
         return by_row(value.int(), self.lead, self.n, groups)
 
     def _order(self, read: Read, k: int, group: int) -> torch.Tensor | None:
