@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    apply_quantization_config,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 
@@ -72,11 +77,9 @@ def compress(weight: torch.Tensor, made: QuantizationScheme, dtype: torch.dtype 
     if args.strategy == "tensor_group":
         overall = state["weight_global_scale"] = (6 * 448 / weight.abs().max()).reshape(1)
         state["weight_scale"], _ = calculate_qparams(*low_high, args, global_scale=overall)
-    elif made.format.startswith("mx"):
-        state["weight_scale"], _ = calculate_qparams(*low_high, args)
     else:
         scale, zero = calculate_qparams(*low_high, args)
-        state["weight_scale"] = scale.to(dtype)
+        state["weight_scale"] = scale if made.format.startswith("mx") else scale.to(dtype)
         if not args.symmetric:
             state["weight_zero_point"] = zero
     return BaseCompressor.get_value_from_registry(made.format).compress(state, made)
@@ -95,6 +98,11 @@ def oracle(state: Tensors, made: QuantizationScheme) -> torch.Tensor:
     return compressor.decompress(state | {"weight_scale": state["weight_scale"].float()}, made)["weight"]
 
 
+def _save(tensors: Tensors, folder: Path) -> None:
+    own = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    save_file(own, folder / "model.safetensors")
+
+
 @dataclass
 class Written:
     """A quantised checkpoint: its folder, its tensors, the library's weights by the name that each has in the file, and
@@ -107,8 +115,7 @@ class Written:
 
     def save(self, **config) -> None:
         """Writes the tensors, and changes of the quantization_config."""
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
-        save_file(tensors, self.folder / "model.safetensors")
+        _save(self.tensors, self.folder)
         path = self.folder / "config.json"
         values = json.loads(path.read_text())
         values["quantization_config"] |= config
@@ -161,6 +168,34 @@ def write(
     return written
 
 
+def by_library(
+    tiny: tuple[Path, torch.nn.Module], folder: Path, made: QuantizationScheme, ignore: tuple[str, ...]
+) -> Written:
+    """A checkpoint of which the library writes everything: it applies a config to the model, compresses it, and saves
+    tensors and config. Scales are in the model's dtype, fp32, with values that bf16 has."""
+    source, reference = tiny
+    shutil.copytree(source, folder)
+    written, model = Written(folder, {}, {}, deepcopy(reference)), deepcopy(reference)
+    config = QuantizationConfig(config_groups={"group_0": made}, ignore=list(ignore))
+    apply_quantization_config(model, config, show_progress=False)
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            scale, zero = calculate_qparams(*_extremes(module.weight.data, made.weights), made.weights)
+            module.weight_scale.data, module.weight_zero_point.data = scale.bfloat16().float(), zero
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    written.tensors = load_file(folder / "model.safetensors")
+    for name in written.tensors:
+        module = name.removesuffix(".weight_packed")
+        if module != name:
+            parts = {part.removeprefix(f"{module}."): x for part, x in written.tensors.items() if f"{module}." in part}
+            written.weights[f"{module}.weight"] = oracle(parts, made)
+    written.reference.load_state_dict(written.weights, strict=False)
+    return written
+
+
 def _experts(
     written: Written, module: str, tensor: torch.Tensor, made: QuantizationScheme, how: str, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -181,3 +216,17 @@ def _experts(
             written.weights[f"{at}.{e}.{name}.weight"] = oracle(parts, made)
         whole.append(torch.cat([oracle(parts, made) for parts in split]))
     return torch.stack(whole)
+
+
+def folder_of(folder: Path, tensors: Tensors, groups: dict[str, QuantizationScheme | dict], **config) -> Path:
+    """A folder with these tensors and a quantization_config; no model, for the source alone."""
+    folder.mkdir(exist_ok=True)
+    _save(tensors, folder)
+    dumped = {name: made if isinstance(made, dict) else made.model_dump(mode="json") for name, made in groups.items()}
+    values = {"quant_method": "compressed-tensors", "config_groups": dumped, **config}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": values}))
+    return folder
+
+
+def prefixed(module: str, parts: Tensors) -> Tensors:
+    return {f"{module}.{part}": value for part, value in parts.items()}
