@@ -18,9 +18,13 @@ FORMATS: dict[str, Format] = {"compressed-tensors": CompressedTensors(), "fp8": 
 
 
 def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The config's `quantization_config`, wherever it stands; None: the checkpoint is not quantised."""
+    """The config's `quantization_config`, wherever it stands; None: the checkpoint is not quantised.
+
+    The first compressed-tensors checkpoints call it `compression_config`.
+    """
     inner = config.get("text_config") or {}
-    return config.get("quantization_config") or inner.get("quantization_config") or None
+    named = [values.get(name) for name in ("quantization_config", "compression_config") for values in (config, inner)]
+    return next((values for values in named if values), None)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from offroad.quant.formats.ct_config import names
 from offroad.quant.formats.fp8 import FLOAT
 from offroad.weights.load import load
 from offroad.weights.locate import open_path
+from offroad.weights.quantised import quantisation
 
 MODULE = "model.language_model.layers.1.mlp.experts.10.up_proj"
 ENTRIES = [
@@ -202,3 +203,21 @@ def test_a_checkpoint_of_the_library_s_own_making(tiny, tmp_path):
     assert source.notes == ()
     check_weights(written, "affine4.w4a16-g32-asym")
     check_logits(written)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_where_the_config_stands(name, inside, tiny, tmp_path):
+    """Beside the text part of a multimodal config or in it; the first checkpoints call it compression_config."""
+    written = write(tiny("llama"), tmp_path / "m", {PROJECTIONS: "w4-g32"})
+    config = json.loads((written.folder / "config.json").read_text())
+    values = config.pop("quantization_config")
+    outer = {"text_config": config | {name: values}} if inside else config | {name: values}
+    assert quantisation(outer) == values
+    if not inside:
+        (written.folder / "config.json").write_text(json.dumps(outer))
+        check_weights(written, "affine4.w4a16-g32")
+
+
+def test_no_config_is_not_quantised():
+    assert quantisation({"quantization_config": None, "text_config": {"quantization_config": {}}}) is None
