@@ -91,6 +91,7 @@ class _Ints:
         name = f"{self.module}.weight_shape"
         shape = tuple(read(name).tolist())
         k, bits = shape[-1] if shape else 0, self.scheme.bits
+        _refuse_gaps(self.weight, k, bits, -(-self.k * bits // 32))
         fits = -(-k * bits // 32) == -(-self.k * bits // 32) if self.unknown_k else k == self.k
         if shape not in ((*self.lead, self.n, k), (self.n, k)) or not fits:
             raise ModelError(
@@ -179,8 +180,22 @@ def packed_ints(headers: Headers, module: str, scheme: Scheme) -> Claim:
     *lead, n, words = matrix(headers, name)
     expect(headers, scale, FLOAT)
     k = headers[scale].shape[-1] * scheme.size if scheme.size and headers[scale].shape else words * 32 // scheme.bits
+    _refuse_gaps(name, k, scheme.bits, words)
     expect(headers, name, ("i32",), (*lead, n, -(-k * scheme.bits // 32)))
     return _claim(headers, module, scheme, True, (*lead, n, k))
+
+
+def _refuse_gaps(name: str, k: int, bits: int, words: int) -> None:
+    """Raises ModelError if words hold whole codes only, as writers before 0.18 had it for bits that 32 is no multiple
+    of: such words are more than those of codes without gaps, if k is a multiple of 32."""
+    whole = 32 // bits
+    if words == -(-k // whole) != -(-k * bits // 32):
+        raise ModelError(
+            f"tensor {name}",
+            found=f"{bits}-bit weights, {whole} to a word and {32 % bits} bits unused",
+            accepted="weights without gaps, as compressed-tensors packs them from version 0.18 on",
+            next="quantise the model again with a newer version",
+        )
 
 
 def plain_ints(headers: Headers, module: str, scheme: Scheme) -> Claim:

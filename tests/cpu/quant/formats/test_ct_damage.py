@@ -59,7 +59,9 @@ def test_a_global_scale_that_cannot_divide(value, tmp_path):
 SHAPES = [
     ("w4-g32", "weight_packed", torch.zeros(16, 9, dtype=torch.int32), r"shape \[16, 9\]"),
     ("w4-g32", "weight_packed", torch.zeros(16, 7, dtype=torch.int32), r"shape \[16, 7\]"),
-    ("w3-g32", "weight_packed", torch.zeros(16, 7, dtype=torch.int32), r"shape \[16, 7\]"),  # 10 a word, as of old
+    ("w3-g32", "weight_packed", torch.zeros(16, 7, dtype=torch.int32), "3-bit weights, 10 to a word"),
+    ("w6-channel", "weight_packed", torch.zeros(16, 13, dtype=torch.int32), "6-bit weights, 5 to a word"),
+    ("w6-channel", "weight_packed", torch.zeros(16, 14, dtype=torch.int32), "16, 64"),
     ("w4-g32", "weight_packed", torch.zeros(128, dtype=torch.int32), r"shape \[128\]"),
     ("w4-g32", "weight_packed", torch.zeros(16, 8, dtype=torch.int64), "stored as i64"),
     ("w4-g32", "weight_scale", torch.ones(15, 2), r"shape \[15, 2\]"),
@@ -92,7 +94,8 @@ SHAPES = [
 
 @pytest.mark.parametrize(("name", "part", "value", "found"), SHAPES)
 def test_shapes_and_dtypes(name, part, value, found, tmp_path):
-    fails(tmp_path, f"tensor m.{part}", found, name, {part: value})
+    what = part if found != "16, 64" else "weight_shape"  # the metadata that it does not agree with
+    fails(tmp_path, f"tensor m.{what}", found, name, {part: value})
 
 
 SIZES = [
