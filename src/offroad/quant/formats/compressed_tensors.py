@@ -7,7 +7,7 @@ looked for by the module's name. Only weights are quantised here: activations st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from offroad.errors import ModelError
@@ -55,14 +55,15 @@ def _doubt(module: str, claim: Claim, scheme: Scheme, config: QuantConfig) -> st
         return "ignored by the config, and quantised in the file"
     if len(claim.shape) > 2:  # experts stored as one: lists have names for each
         return ""
-    if not config.targeted(module):
+    wanted = config.wanted(module)
+    if not wanted:
         return f"no target of the config, and quantised in the file as {scheme.group} says"
-    if scheme != config.schemes(module)[0]:
+    if scheme != wanted[0]:
         return f"a target of another group, and quantised in the file as {scheme.group} says"
     return ""
 
 
-def _modules(headers: Headers):
+def _modules(headers: Headers) -> Iterator[tuple[str, Build, Callable[[Scheme], bool]]]:
     """(module, what builds its claim, which schemes suit) of every module whose weight is quantised."""
     for name, header in headers.items():
         module, _, tensor = name.rpartition(".")
@@ -84,7 +85,7 @@ def _claim(
 ) -> tuple[Claim, Scheme]:
     """The claim by the first scheme that the tensors fit, those whose targets have the module first."""
     first: ModelError | None = None
-    for scheme in filter(suits, config.schemes(module)):
+    for scheme in filter(suits, dict.fromkeys((*config.wanted(module), *config.all))):
         try:
             return build(headers, module, scheme), scheme
         except ModelError as error:
@@ -92,7 +93,7 @@ def _claim(
     raise first or ModelError(
         f"tensor {module}.weight{'_packed' if build in (fp4, packed_ints) else ''}",
         found="no config group whose weights are stored like this",
-        accepted="one of " + (", ".join(dict.fromkeys(scheme.group for _, scheme in config.targets)) or "none"),
+        accepted="one of " + (", ".join(scheme.group for scheme in config.all) or "none"),
         next=REPAIR,
     )
 
@@ -105,7 +106,7 @@ def _plain(headers: Headers, found: Claims, config: QuantConfig) -> list[str]:
         module = name.removesuffix(".weight")
         if module == name or name in claimed or len(header.shape) != 2 or header.kind not in FLOAT:
             continue
-        if config.targeted(module) and module not in config.ignore:
+        if config.wanted(module) and module not in config.ignore:
             plain.append(module)
     return plain
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from offroad.errors import ModelError
@@ -73,10 +74,15 @@ class Names:
 
     def classed(self, module: str) -> bool:
         """Whether an entry is the class of a module that has a weight matrix."""
-        return ("embedding" if _EMBEDDING.fullmatch(module) else "linear") in {name.lower() for name in self.exact}
+        return any(name in self.exact for name in _classes(module))
 
     def __contains__(self, module: str) -> bool:
         return self.named(module) or self.classed(module)
+
+
+def _classes(module: str) -> tuple[str, ...]:
+    """What lists call the class of a module that has a weight matrix: headers have names only."""
+    return ("Embedding", "embedding") if _EMBEDDING.fullmatch(module) else ("Linear", "linear")
 
 
 def names(entries: Iterable[Any], where: str) -> Names:
@@ -99,24 +105,35 @@ def names(entries: Iterable[Any], where: str) -> Names:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Schemes by target, in the order in which a module looks for its own: names, then patterns, by alphabet."""
+    """Schemes with one target each, in the order in which a module looks for its own: names, then patterns, both by
+    alphabet."""
 
     targets: tuple[tuple[Names, Scheme], ...]
     ignore: Names
     kv: KvScheme | None = None
     notes: list[str] = field(default_factory=list)
 
-    def schemes(self, module: str) -> list[Scheme]:
-        """All schemes: those whose targets have the module first, by name before by class."""
-        ranks = (
-            [scheme for target, scheme in self.targets if target.named(module)],
-            [scheme for target, scheme in self.targets if target.classed(module)],
-            [scheme for _, scheme in self.targets],
-        )
-        return list(dict.fromkeys(scheme for rank in ranks for scheme in rank))
+    @cached_property
+    def _by_name(self) -> dict[str, list[Scheme]]:
+        """Schemes by target that is no pattern: checkpoints may list thousands."""
+        found: dict[str, list[Scheme]] = {}
+        for target, scheme in self.targets:
+            for name in target.exact:
+                found.setdefault(name, []).append(scheme)
+        return found
 
-    def targeted(self, module: str) -> bool:
-        return any(module in target for target, _ in self.targets)
+    @cached_property
+    def _patterns(self) -> list[tuple[re.Pattern[str], Scheme]]:
+        return [(pattern, scheme) for target, scheme in self.targets for pattern in target.patterns]
+
+    @cached_property
+    def all(self) -> list[Scheme]:
+        return list(dict.fromkeys(scheme for _, scheme in self.targets))
+
+    def wanted(self, module: str) -> list[Scheme]:
+        """Schemes whose targets have the module: by name, then by class."""
+        named = [*self._by_name.get(module, ()), *(scheme for p, scheme in self._patterns if p.match(module))]
+        return named + [scheme for name in _classes(module) for scheme in self._by_name.get(name, ())]
 
 
 def read_config(config: dict[str, Any]) -> QuantConfig:

@@ -76,7 +76,7 @@ class _Ints:
 
     @property
     def layout(self) -> str:
-        """4-bit kernels want groups of a multiple of 32; int8 holds the others, exactly too."""
+        """Kernels for 4 bits want groups of a multiple of 32; int8 holds the others, exactly too."""
         narrow = self.packed and self.scheme.bits <= 4 and self.scheme.size % 32 == 0 and self.k % 2 == 0
         return "affine4" if narrow else "affine8"
 
