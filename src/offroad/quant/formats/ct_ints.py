@@ -147,7 +147,7 @@ class _Ints:
         if not self.has_zero:
             return None
         value = read(f"{self.module}.weight_zero_point")
-        if value.dtype == torch.int32 and self.packed and self.scheme.strategy != "tensor":  # packed along n
+        if value.dtype == torch.int32:  # packed along n
             half = 2 ** (self.scheme.bits - 1)
             along_n = value.transpose(-1, -2).clone(memory_format=torch.contiguous_format)  # for strides of 1, always
             value = unpack(along_n, self.scheme.bits, self.n).transpose(-1, -2).int() - half
@@ -240,5 +240,4 @@ def _check_zero(
     if packed and scheme.strategy != "tensor":
         expect(headers, name, ("i32",), (*lead, -(-n * scheme.bits // 32), groups))
         return
-    expect(headers, name, ("i8", "i32"))
-    expect(headers, name, ("i8", "i32"), headers[name.replace("_zero_point", "_scale")].shape)
+    expect(headers, name, ("i8",), headers[name.replace("_zero_point", "_scale")].shape)

@@ -39,7 +39,9 @@ SIZES = [
     ("w1-g32-asym", 3, 64),
     ("w6-g32", 3, 64),
     ("w4-tensor", 4, 40),
+    ("w4-tensor-asym", 4, 40),
     ("int8-g128-asym", 3, 256),
+    ("int4-g32-asym", 3, 64),  # 4-bit numbers, a byte each
     ("int8-tensor", 3, 24),
     ("fp8-g64", 3, 128),
     ("fp8-block32x64", 70, 100),
@@ -57,8 +59,9 @@ def test_sizes_and_groups(name, n, k, dtype, tmp_path):
 
 
 def test_scales_in_fp32_are_within_their_rounding(tmp_path):
-    """The library rounds (u - z) s once; u s + m is rounded three times. Symmetric int8 is exact all the same."""
-    for name, exact in [("w4-g32-asym", False), ("w4-g32", False), ("w8-g32", True), ("int8-g32", True)]:
+    """The library rounds (u - z) s once; u s + m is rounded three times. What has no m is exact all the same."""
+    no_m = ("w4-g16-asym", "w6-g32-asym", "w8-g32", "int8-g32")
+    for name, exact in [("w4-g32-asym", False), ("w4-g32", False), *((name, True) for name in no_m)]:
         made = scheme(name)
         parts = compress(normal(64, 256), made, torch.float32)
         difference = (weight(opened(tmp_path / name, prefixed("m", parts), {"a": made})) - oracle(parts, made)).abs()
