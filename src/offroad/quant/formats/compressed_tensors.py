@@ -115,7 +115,7 @@ def _kv(headers: Headers, found: Claims, scheme: KvScheme | None) -> None:
     """Scales of keys and values of an attention that is there."""
     parents = {name.rpartition(".")[0].rpartition(".")[0] for name in headers if not _KV.fullmatch(name)}
     names = [name for name in headers if (match := _KV.fullmatch(name)) and match[1] in parents]
-    found.others += [name for name in names if name not in found.others]
+    found.others += names
     if names or scheme is not None:
         wanted = "" if scheme is None else f" ({scheme.bits}-bit {scheme.kind} by {scheme.strategy})"
         found.notes.append(f"kv scales are not used yet: the cache is kept in the plan's dtype{wanted}")

@@ -105,8 +105,7 @@ def names(entries: Iterable[Any], where: str) -> Names:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Schemes with one target each, in the order in which a module looks for its own: names, then patterns, both by
-    alphabet."""
+    """Schemes with one target each, by alphabet: of several patterns that match a module, the first counts."""
 
     targets: tuple[tuple[Names, Scheme], ...]
     ignore: Names
@@ -154,7 +153,7 @@ def read_config(config: dict[str, Any]) -> QuantConfig:
         targets += [(target, scheme) for target in group.get("targets") or ()]
         if scheme.activations:
             notes.append(f"{name}: made for activations in {scheme.activations}; they stay in the plan's precision")
-    ordered = sorted(targets, key=lambda entry: ("re:" in str(entry[0]), str(entry[0])))
+    ordered = sorted(targets, key=lambda entry: str(entry[0]))
     return QuantConfig(
         tuple((names([target], f"config_groups.{scheme.group}.targets"), scheme) for target, scheme in ordered),
         names(config.get("ignore") or (), "ignore"),

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.utils.match import match_name
 from ct_files import PROJECTIONS, by_library, compress, oracle, prefixed, scheme, write
 from test_compressed_tensors import FORCED, check_logits, check_weights
@@ -53,24 +54,30 @@ def groups(**schemes: tuple[str, tuple[str, ...]]) -> dict:
 
 
 def test_names_come_before_patterns_and_patterns_before_classes(tmp_path):
-    """Three schemes that all fit the tensors, so that only the order decides which one is meant."""
+    """Schemes that all fit the tensors, so that only the order decides which one is meant: among patterns, that of the
+    alphabet, as in the library."""
     made = scheme("w4-g32")
-    listed = groups(a=("w4-g32", ("Linear",)), b=("w4-g32", ("re:.*q_proj",)), c=("w4-g32", ("x.q_proj",)))
-    for group, bits in zip(listed.values(), (8, 16, 4), strict=True):
-        group.input_activations = None if bits == 16 else scheme("int8-channel").input_activations.model_copy()
-        if bits == 4:
-            group.input_activations.num_bits = 4
+    targets = {1: "Linear", 2: "re:^y.*", 3: "re:.*q_proj", 4: "x.q_proj"}
+    listed = {f"to{bits}": scheme("w4-g32", (target,)) for bits, target in targets.items()}
+    for bits, group in zip(targets, listed.values(), strict=True):
+        group.input_activations = QuantizationArgs(num_bits=bits, strategy="token", dynamic=True)
     tensors = {}
-    for module in ("x.q_proj", "y.q_proj", "x.k_proj"):
+    for module in ("x.q_proj", "y.q_proj", "y.k_proj", "x.k_proj"):
         tensors |= prefixed(module, compress(normal(8, 64), made))
     source = opened(tmp_path, tensors, listed)
-    kinds = {name: header.kind for name, header in source.headers.items()}
-    assert kinds == {
+    assert {name: header.kind for name, header in source.headers.items()} == {
         "x.q_proj.weight": "affine4.w4a4-g32",
-        "y.q_proj.weight": "affine4.w4a16-g32",
-        "x.k_proj.weight": "affine4.w4a8-g32",
+        "y.q_proj.weight": "affine4.w4a3-g32",
+        "y.k_proj.weight": "affine4.w4a2-g32",
+        "x.k_proj.weight": "affine4.w4a1-g32",
     }
     assert not any("the file decides" in note for note in source.notes)
+
+
+def test_lists_that_name_each_expert_say_nothing_of_all_in_one_tensor(tmp_path):
+    made = scheme("w4-g32", (r"re:.*experts\.\d+\..*",))
+    parts = {part: value[None] for part, value in compress(normal(8, 64), made).items() if part != "weight_shape"}
+    assert opened(tmp_path, prefixed("x.experts.down_proj", parts), {"a": made}).notes == ()
 
 
 def test_a_module_may_have_the_scheme_of_a_group_that_does_not_target_it(tmp_path):
