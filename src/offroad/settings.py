@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from offroad.errors import SettingsError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ CPU_CAPABILITIES: dict[str, frozenset[str]] = {
 }
 
 _AMPERE = ("mma_f16", "mma_bf16", "mma_tf32", "mma_int8", "cp_async")
-_CONSUMER_BLACKWELL = (*_AMPERE, "mma_fp8", "mma_mxfp4", "mma_nvfp4", "tma")
-_DATACENTRE_BLACKWELL = (*_AMPERE, "mma_fp8", "tma", "tcgen05", "tcgen05_fp8", "tcgen05_nvfp4")
+_CONSUMER_BLACKWELL = (*_AMPERE, "cvt_e4m3", "mma_fp8", "mma_mxfp4", "mma_nvfp4", "tma")
+_DATACENTRE_BLACKWELL = (*_AMPERE, "cvt_e4m3", "mma_fp8", "tma", "tcgen05", "tcgen05_fp8", "tcgen05_nvfp4")
 
 # Units by compute capability, from NVIDIA's tables and from what ptxas assembles. On 9.0 fp8 is real in wgmma only.
 CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
@@ -36,8 +36,8 @@ CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 0): _AMPERE,
     (8, 6): _AMPERE,
     (8, 7): _AMPERE,
-    (8, 9): (*_AMPERE, "mma_fp8"),
-    (9, 0): (*_AMPERE, "tma", "wgmma", "wgmma_fp8"),
+    (8, 9): (*_AMPERE, "cvt_e4m3", "mma_fp8"),
+    (9, 0): (*_AMPERE, "cvt_e4m3", "tma", "wgmma", "wgmma_fp8"),
     (10, 0): _DATACENTRE_BLACKWELL,
     (10, 3): _DATACENTRE_BLACKWELL,
     (12, 0): _CONSUMER_BLACKWELL,

@@ -12,7 +12,7 @@ from offroad.ops.cells import MODEL, Cell, Choice
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 

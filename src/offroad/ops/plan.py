@@ -189,8 +189,34 @@ def choose_dtypes(config_dtype: str | None, device: DeviceProfile, settings: Set
             dtype = config_dtype
     elif dtype == "bfloat16" and device.kind == "cuda" and not device.has("mma_bf16"):
         raise PlanError("--dtype", found=dtype, accepted="float16, float32", next=f"{device.name} has no mma_bf16")
-    kv = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return dtype, kv, notes
+    kv, kv_notes = _kv_dtype(settings.kv_cache_dtype, dtype, device)
+    return dtype, kv, notes + kv_notes
+
+
+def _kv_dtype(asked: str, dtype: str, device: DeviceProfile) -> tuple[str, list[str]]:
+    """The KV cache's dtype (torch's name) and notes; "fp8" is e4m3 where the device converts it, else e5m2."""
+    if asked == "auto":
+        return dtype, []
+    if not asked.startswith("fp8"):
+        return asked, []
+    converts = device.kind == "cpu" or device.has("cvt_e4m3")
+    if asked == "fp8_e4m3" and not converts:
+        raise PlanError(
+            "--kv-cache-dtype",
+            found=f"fp8_e4m3 on {device.name}, which cannot convert e4m3 numbers",
+            accepted="fp8_e5m2, which fp16 units read by a shift, or auto",
+            next="--kv-cache-dtype fp8 takes what the device has",
+        )
+    kind = "e4m3fn" if asked == "fp8_e4m3" or (asked == "fp8" and converts) else "e5m2"
+    notes = []
+    if asked == "fp8":
+        why = (
+            ""
+            if converts
+            else f": {device.name} does not convert e4m3 numbers; rows are stored in 8 bits and widened when read"
+        )
+        notes.append(f"kv cache fp8 is {kind.removesuffix('fn')} here{why}")
+    return f"float8_{kind}", notes
 
 
 def plan(
