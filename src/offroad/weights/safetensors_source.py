@@ -225,17 +225,25 @@ def tokenizer_files(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
     settings = _optional(folder / "tokenizer_config.json")
     special = _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = eos if isinstance(eos, list) else [eos]
     return TokenizerFiles(
         tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
         chat_template=_template(folder, settings),
         bos_token=_text(settings.get("bos_token", special.get("bos_token"))),
         eos_token=_text(settings.get("eos_token", special.get("eos_token"))),
-        eos_ids=tuple(i for i in ids if isinstance(i, int)),
+        eos_ids=_eos_ids(generation, config),
         add_bos=bool(settings.get("add_bos_token", False)),
         generation=generation,
     )
+
+
+def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """All ids of the first of the three that names any; a multimodal config nests its text model's."""
+    text = config.get("text_config")
+    for values in (generation, config, text if isinstance(text, dict) else {}):
+        eos = values.get("eos_token_id")
+        if ids := tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)):
+            return ids
+    return ()
 
 
 def _optional(path: Path) -> dict[str, Any]:
