@@ -156,9 +156,11 @@ class _Layers:
     def _delta(self, at: str, spec: GatedDeltaSpec):
         heads, width = spec.value_heads, spec.value_width
         linears = (
-            LinearSpec("qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden),
-            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden),
-            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width),
+            LinearSpec(
+                "qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden, split="rows"
+            ),
+            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden, split="rows"),
+            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width, split="columns"),
         )
         tensors = (
             TensorSpec(f"{at}.conv1d.weight", "conv", (spec.channels, 1, spec.kernel), "matrix"),

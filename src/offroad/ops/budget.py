@@ -112,22 +112,30 @@ def window_keep(spec: ModelSpec) -> int:
     return max((i.keep for i in _paged(spec, window=True)), default=0)
 
 
-def weight_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> int:
-    """Bytes of the packed weights: dense ones in `dtype`, others about as large as they are stored."""
+def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> dict[Cell, int]:
+    """Bytes of each packed weight by its decode cell: dense ones in `dtype`, others about as large as they are stored.
+
+    A rank's spec has its part of each weight, `headers` have the whole.
+    """
     outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
     linears = [(MODEL, linear) for linear in outside]
     linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
+    keys = {Cell(i, linear.use, "decode"): linear for i, linear in linears}
+    return {cell: _packed_bytes(cells[cell], linear, headers, dtype) for cell, linear in keys.items()}
+
+
+def tensor_bytes(spec: ModelSpec) -> int:
+    """Bytes of the tensors outside linears, in fp32."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
-    return sum(
-        _packed_bytes(cells[Cell(i, linear.use, "decode")], linear, headers, dtype) for i, linear in linears
-    ) + sum(4 * prod(tensor.shape) for tensor in tensors)
+    return sum(4 * prod(tensor.shape) for tensor in tensors)
 
 
 def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
-    return sum(int(h.nbytes * _growth(h.kind, choice.layout)) for h in stored)
+    share = linear.n * linear.k / max(1, sum(prod(h.shape) for h in stored))
+    return int(sum(h.nbytes * _growth(h.kind, choice.layout) for h in stored) * share)
 
 
 def _growth(kind: str, layout: str) -> float:
@@ -191,7 +199,8 @@ def divide(
     # ceil((W - 1 + 2 (k + 1)) / B) + 1 for each sequence, twice: in prefill the old window stays until commit, and
     # what is not in use keeps the windows of marks for later prefix hits.
     window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
-    fixed = weights + workspace + slots * slot + window_blocks * window
+    tables = _table_bytes(spec, wanted + k + 1, slots, block)
+    fixed = weights + workspace + tables + slots * slot + window_blocks * window
     room = budget - fixed
     limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
     if settings.kv_cache_memory_bytes:
@@ -206,7 +215,7 @@ def divide(
         raise PlanError(
             f"memory for a context of {wanted} tokens",
             found=f"{max(room, 0):,} bytes for {fits} tokens after {fixed + places * each:,} bytes of weights, "
-            "windows, states and workspace",
+            "windows, states, tables and workspace",
             accepted=f"{need * history:,} bytes",
             next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
         )
