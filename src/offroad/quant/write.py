@@ -15,12 +15,11 @@ from offroad.models.spec import LinearSpec, ModelSpec
 from offroad.quant.encode import ENCODERS, Encoder, config_of
 from offroad.quant.packed import dequantise
 from offroad.quant.scheme import canonical
+from offroad.weights.config_source import KEPT
 from offroad.weights.load import expected_tensors, verify_headers
 from offroad.weights.source import Source, Stored
 
 SHARD_BYTES = 2 * 1024**3
-# Small, or choosing: quantising them costs accuracy and saves nothing.
-KEPT = frozenset({"router", "shared_gate", "ba", "input_gate", "input_projection"})
 Progress = Callable[[float, str], None]
 
 
