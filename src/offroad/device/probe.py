@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from offroad.device.profile import DeviceProfile, load_profile
+from offroad.device.profile import GIB, DeviceProfile, compared, load_profile
 from offroad.errors import SettingsError
 from offroad.native.compile import find_compiler
 from offroad.settings import Settings
@@ -85,15 +85,20 @@ def cuda_missing() -> str | None:
 
 
 def probe_cuda(index: int = 0) -> DeviceProfile:
-    """The profile of a CUDA device: sizes from torch, capabilities by compute capability; rates are not measured."""
+    """The profile of a CUDA device: sizes from torch, capabilities by compute capability, rates from the profile of its
+    kind. A device that shares the CPU's memory has what of it is available."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    return DeviceProfile(
+    memory, notes = properties.total_memory, ()
+    if getattr(properties, "is_integrated", 0):
+        memory = min(memory, available_memory())
+        notes = (f"memory is shared with the CPU: {memory / GIB:.1f} GiB of it is available now",)
+    probed = DeviceProfile(
         name=properties.name,
         kind="cuda",
-        memory=properties.total_memory,
+        memory=memory,
         capabilities=cuda_capabilities(capability),
         compute_capability=capability,
         units=properties.multi_processor_count,
@@ -101,7 +106,16 @@ def probe_cuda(index: int = 0) -> DeviceProfile:
         l2=properties.L2_cache_size,
         toolchain=toolchain(cuda=torch.version.cuda),
         source="probe",
+        notes=notes,
     )
+    return compared(probed)
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take of the machine's memory."""
+    import psutil
+
+    return min([psutil.virtual_memory().available, *memory_limits()])
 
 
 def cuda_capabilities(capability: tuple[int, int]) -> frozenset[str]:

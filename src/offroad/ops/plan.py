@@ -296,7 +296,7 @@ def plan(
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
         memory=divided.memory,
-        notes=(*notes, *spec.notes, *divided.notes),
+        notes=(*notes, *device.notes, *spec.notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
 
