@@ -6,7 +6,6 @@ so that a block ends with one sum over ranks. KV heads that are fewer than the r
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from offroad.errors import PlanError
@@ -23,7 +22,7 @@ from offroad.models.spec import (
     Plane,
     Ring,
 )
-from offroad.quant.packed import PER_BYTE
+from offroad.quant.packed import group_of
 from offroad.weights.source import Headers
 
 
@@ -110,12 +109,3 @@ def check_groups(spec: ModelSpec, headers: Headers, ranks: int) -> None:
                         accepted="whole groups on each rank",
                         next="choose another number of ranks",
                     )
-
-
-def group_of(kind: str, k: int) -> int:
-    """Columns that share a scale in a weight stored as `kind` (`layout.detail`), of k columns; 1: not quantised."""
-    if found := re.search(r"-g(\d+)|block\d+x(\d+)", kind):
-        return int(found.group(1) or found.group(2))
-    if "mxfp" in kind:
-        return 32
-    return 16 if "nvfp4" in kind else k if kind.partition(".")[0] in PER_BYTE else 1

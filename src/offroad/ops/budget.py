@@ -9,10 +9,13 @@ from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
 from offroad.ops.cells import MODEL, Cell, Choice
+from offroad.quant.packed import group_of
+from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -134,20 +137,23 @@ def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: s
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
-    share = linear.n * linear.k / max(1, sum(prod(h.shape) for h in stored))
-    return int(sum(h.nbytes * _growth(h.kind, choice.layout) for h in stored) * share)
+    whole = sum(prod(h.shape) for h in stored)
+    share = linear.n * linear.k / max(1, whole)
+    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1]) for h in stored) * share)
 
 
-def _growth(kind: str, layout: str) -> float:
-    """How much a weight grows from disk to memory: scales become fp32, CPU kernels widen what they do not have."""
+def _width(kind: str, layout: str, k: int) -> float:
+    """Bytes that a weight stored as `kind` takes in memory: its code, and its share of fp32 scales (and minima). CPU
+    kernels widen what they cannot read."""
     family, own = kind.partition(".")[0], layout.startswith("cpu.")
+    if family in ITEMSIZE_OF_KIND:
+        return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
+    group = 32 if family == "gguf" else group_of(kind, k)
     if family == "fp8":
-        return 4.0 if own else 1.04
+        return 4.0 if own else 1 + 4 / group
     if family == "fp4":
-        return 2.3 if own else 1.4
-    if family in ("gguf", "affine4", "affine8"):
-        return 1.25
-    return 2.0 if kind == "f16" else 1.0
+        return (1.0 if own else 0.5) + 4 / group
+    return (0.5 if layout_of((kind,)) == "affine4" and layout != "affine8" else 1.0) + 8 / group
 
 
 @dataclass(frozen=True)

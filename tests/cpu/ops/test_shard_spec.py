@@ -7,9 +7,10 @@ from real_specs import real_spec
 
 from offroad.errors import PlanError
 from offroad.models.registry import resolve_model
-from offroad.models.shard import check_groups, group_of, shard
+from offroad.models.shard import check_groups, shard
 from offroad.models.spec import AttentionSpec, GatedDeltaSpec
 from offroad.ops.budget import Dtypes, kv_bytes_per_token, state_bytes, window_bytes
+from offroad.quant.packed import group_of
 from offroad.weights.source import TensorHeader
 
 BF16 = Dtypes("bfloat16", "bfloat16")
