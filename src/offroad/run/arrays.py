@@ -13,6 +13,8 @@ from offroad.ops.plan import Plan
 from offroad.run.rows import PagedView, RingView, Rows, View
 from offroad.schedule.step import Kind, Step, Table
 
+_VERIFY = int(Kind.VERIFY)
+
 
 class Arrays:
     """`tokens` int64 [slots, max_len + k + 1] (prompt, then the pending token at `length`), `length` int64 [slots],
@@ -107,17 +109,17 @@ class Arrays:
 
     def rows(self, step: Step) -> Rows:
         """The step's rows as tensors; `wanted` holds the last token of each row that wants something."""
-        slot, width, start = step.slot.astype(np.int32), step.width.astype(np.int32), self.length[step.slot]
-        end = width.cumsum(dtype=np.int32)
-        offset = end - width
+        # Few operations: each runs cold after a forward pass, which has swept the CPU's caches.
+        slot, width, start = step.slot, step.width, self.length[step.slot]
+        end = width.cumsum(dtype=np.int64)
+        packed = np.empty((4, len(slot)), np.int32)
+        packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
         if end[-1] == len(width):  # every row has one token
             of_token, positions = slot, start
         else:
             of_token = np.repeat(slot, width)
-            positions = np.arange(end[-1]) + np.repeat(start - offset, width)
-        packed = np.stack((slot, start, width, offset), dtype=np.int32, casting="same_kind")
-        rows = torch.from_numpy(packed).to(self.device)
-        wanted_width = (step.wants > 0).astype(np.int32)
+            positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
+        slot_t, start_t, width_t, offset_t = torch.from_numpy(packed).to(self.device).unbind()
         if self.shared is not None:
             positions_t = torch.from_numpy(positions)
             ids = torch.from_numpy(self.shared[of_token, positions])
@@ -131,12 +133,12 @@ class Arrays:
             start=packed[1],
             width=packed[2],
             offset=packed[3],
-            slot_t=rows[0],
-            start_t=rows[1],
-            width_t=rows[2],
-            offset_t=rows[3],
-            verify=int(np.count_nonzero(step.kind == Kind.VERIFY)),
-            wanted=torch.from_numpy((end - 1)[step.wants > 0].astype(np.int64)).to(self.device),
-            wanted_width=wanted_width,
+            slot_t=slot_t,
+            start_t=start_t,
+            width_t=width_t,
+            offset_t=offset_t,
+            verify=int(np.count_nonzero(step.kind == _VERIFY)),
+            wanted=torch.from_numpy(end[step.wants.nonzero()] - 1).to(self.device),
+            wanted_width=(step.wants > 0).astype(np.int32),
             streams=positions_t.expand(3, -1) if self.streams else None,
         )

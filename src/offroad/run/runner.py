@@ -21,6 +21,8 @@ from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.weights.load import Weights
 
+_LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
+
 
 def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
     """Compiles and binds the kernel of every cell; equal problems share one."""
@@ -102,31 +104,40 @@ class Runner:
 
     def _finish(self, step: Step, ops: Ops, hidden: torch.Tensor) -> StepResult:
         count = len(step.slot)
-        arrays, wanting = self.arrays, np.flatnonzero(step.wants)
-        tokens = np.full((count, self.plan.k + 1), -1, np.int64)
-        bad = np.full(count, -1, np.int16)
+        arrays, wanting = self.arrays, step.wants.nonzero()[0]
+        tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
+        tokens.fill(-1)
+        bad.fill(-1)
         after = arrays.length[step.slot] + step.width
         chosen_logprobs = None
         if len(wanting):
             logits = ops.logits(hidden)
             slots, positions = step.slot[wanting], after[wanting]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
-            # A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn.
-            mark = hidden.float().sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
-            finite = np.isfinite(mark.cpu().numpy())
+            finite = self._finite(hidden, logits, drawn)
             arrays.put(slots, positions, drawn)
             tokens[wanting, 0] = drawn.cpu().numpy()
             if not finite.all():
                 bad[wanting[~finite]] = self._bad_layers(step, wanting[~finite], ops)
-            if (step.wants & Want.LOGPROBS).any():
+            if (step.wants & _LOGPROBS).any():
                 chosen_logprobs = self._logprobs(step, wanting, logits, drawn)
         arrays.length[step.slot] = after
         return StepResult(step.number, step.width.astype(np.int32), tokens, bad, chosen_logprobs)
 
     @staticmethod
+    def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
+        """Which rows are finite: a NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was
+        drawn."""
+        hidden = hidden.float()
+        if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
+            return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
+        mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+        return np.isfinite(mark.cpu().numpy())
+
+    @staticmethod
     def _logprobs(step: Step, wanting: np.ndarray, logits: torch.Tensor, drawn: torch.Tensor) -> Logprobs:
         """Log-probabilities for the rows that asked, in the step's row numbering."""
-        asked = np.flatnonzero(step.wants[wanting] & Want.LOGPROBS)
+        asked = np.flatnonzero(step.wants[wanting] & _LOGPROBS)
         picked = torch.from_numpy(asked).to(logits.device)
         found = logprobs(logits[picked], drawn[picked])
         rows, count = wanting[asked], len(step.slot)
