@@ -55,7 +55,7 @@ def image_positions() -> torch.Tensor:
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("head_dim", "sections", "theta"), [(256, [11, 11, 10], 1e7), (32, [2, 1, 1], 1e4), (128, [4, 6, 6], 1e6)]
+    ("head_dim", "sections", "theta"), [(256, [11, 11, 10], 1e7), (32, [2, 1, 1], 1e4), (128, [8, 3, 5], 1e6)]
 )
 def test_three_streams_turn_the_angles_as_in_transformers(head_dim: int, sections: list[int], theta: float):
     """Queries, keys, values and gates of transformers' attention, out of a fused projection like its three."""
