@@ -106,9 +106,10 @@ def _delta_spec(config: Config) -> GatedDeltaSpec:
 
 def _ffn(config: Config, moe: bool) -> tuple[FfnSpec, MoeSpec | None]:
     """The dense mlp, or the shared expert and the experts."""
+    config.only(mlp_only_layers=[])  # dense checkpoints have it too
     if not moe:
         return FfnSpec(config.get("intermediate_size", int), "silu"), None
-    config.only(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
+    config.only(norm_topk_prob=True, decoder_sparse_step=1)
     for name in ("intermediate_size", "router_aux_loss_coef", "output_router_logits"):
         config.read.add(name)  # training, or the size of layers that there are none of
     experts = MoeSpec(
