@@ -197,7 +197,7 @@ class _Layers:
             layers=(self.layer("mtp.layers.0", attention, first=1),),
             linears=(LinearSpec("fc", (("mtp.fc", self.hidden),), 2 * self.hidden),),
             tensors=tuple(TensorSpec(f"mtp.{name}.weight", name, (self.hidden,), "plus_one") for name in names),
-            present="mtp.fc.weight",
+            prefix="mtp.",
         )
 
 
