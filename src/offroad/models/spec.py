@@ -226,13 +226,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `present`: a tensor that is
-    there if and only if the drafter is."""
+    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `prefix`: how the names of
+    all its tensors begin; a checkpoint with one of them must have all."""
 
     layers: tuple[LayerSpec, ...]
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
-    present: str
+    prefix: str
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
 
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
     """The drafter, if the checkpoint has one."""
-    return spec.draft if spec.draft is not None and spec.draft.present in headers else None
+    there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
+    return spec.draft if there else None
 
 
 def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None = None) -> dict[str, tuple[int, ...]]:
