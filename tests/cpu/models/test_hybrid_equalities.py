@@ -14,17 +14,17 @@ from offroad.run.rows import RingView
 
 # (prompt, answer): shorter than a convolution, around blocks of 64, answers that cross a block's end
 SIZES = (
-    (1, 9),
-    (2, 14),
-    (60, 12),
-    (64, 6),
-    (65, 21),
-    (130, 5),
-    (200, 8),
-    (127, 11),
-    (33, 24),
-    (190, 10),
-    (3, 7),
+    (1, 7),
+    (2, 11),
+    (60, 9),
+    (64, 4),
+    (65, 12),
+    (130, 3),
+    (200, 6),
+    (127, 5),
+    (33, 14),
+    (190, 6),
+    (3, 5),
     (90, 2),
 )
 CHUNKED = (0, 1, 4, 6, 7)
@@ -89,7 +89,7 @@ def test_in_chunks(folder, cold, chunk):
 @pytest.fixture(scope="module")
 def long(folder):
     """Requests whose known tokens come to need a block more in decode, and their answers alone."""
-    requests = [ask(f"long {i}", tokens(f"long {i}", 110 + i), 30, temperature=0.8 * (i % 2)) for i in range(3)]
+    requests = [ask(f"long {i}", tokens(f"long {i}", 118 + i), 18, temperature=0.8 * (i % 2)) for i in range(3)]
     alone = engine_of(folder, max_num_seqs=1, enable_prefix_caching=False)
     answers = {}
     for request in requests:
