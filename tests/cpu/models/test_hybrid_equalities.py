@@ -5,12 +5,14 @@ Tokens alone would not do: a state that is slightly wrong often gives the same o
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from engine_runs import Answer, ask, assert_same, engine_of, run, small_engine, tokens
 from tiny_models import HYBRIDS
 
 from offroad.run.rows import RingView
+from offroad.schedule.job import sequence_seed
 
 # (prompt, answer): shorter than a convolution, around blocks of 64, answers that cross a block's end
 SIZES = (
@@ -84,6 +86,27 @@ def test_in_chunks(folder, cold, chunk):
     engine = engine_of(folder, max_num_seqs=4, max_num_batched_tokens=chunk)
     spoil(engine)
     assert_same(run(engine, [MIXED[i] for i in CHUNKED]), cold)
+
+
+def test_siblings_go_on_from_one_prompt(folder):
+    """Three answers to one prompt: two resume at its last boundary, and all differ as their seeds do."""
+    one = MIXED[5]
+    params = msgspec.structs.replace(one.params, temperature=0.8, max_tokens=8)
+    alone = engine_of(folder, max_num_seqs=1, enable_prefix_caching=False)
+    expected = []
+    for i in range(3):
+        request = msgspec.structs.replace(one, id=f"{i}", params=params, seed=sequence_seed(one.seed, i))
+        expected.append(run(alone, [request])[f"{i}"].tokens)
+    engine = engine_of(folder, max_num_seqs=4)
+    spoil(engine)
+    engine.submit(msgspec.structs.replace(one, params=msgspec.structs.replace(params, n=3)))
+    found = [[], [], []]
+    while engine.has_work():
+        for event in engine.step():
+            found[event.index] += event.token_ids
+    assert found == expected
+    assert len({tuple(tokens) for tokens in found}) == 3
+    assert engine.stats().prefix_resumed_tokens == 2 * 128
 
 
 @pytest.fixture(scope="module")
