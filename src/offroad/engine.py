@@ -9,6 +9,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -43,7 +44,8 @@ def make_plan(settings: Settings, source: Source) -> Plan:
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
     name = settings.served_model_name or settings.model
-    return plan(name, resolved.spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
+    spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
+    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:
@@ -73,6 +75,13 @@ class Engine:
                 found="a request to run on it",
                 accepted="auto, cpu, cuda",
                 next=f"use `offroad plan --device {self.plan.device.name}`",
+            )
+        if self.plan.ranks > 1:
+            raise PlanError(
+                "--tensor-parallel-size",
+                found=self.plan.ranks,
+                accepted="1: only plans are made for more so far",
+                next="use `offroad plan`, or one GPU",
             )
         resolved, source = resolve_source(source)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 from offroad.errors import SettingsError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Settings:
     kernel: tuple[str, ...] = ()
     allow_reference: bool = False
     threads: int = 0
+    tensor_parallel_size: int = 1
     max_model_len: int = 0
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -52,6 +53,7 @@ class Settings:
         checks: list[tuple[str, bool, str]] = [
             ("dtype", self.dtype in DTYPES, ", ".join(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES)),
+            ("tensor_parallel_size", 1 <= self.tensor_parallel_size <= 64, "1 to 64"),
             ("max_model_len", self.max_model_len >= 0, "0 (as large as fits) or a number of tokens"),
             ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "1 to 4096"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "1 or more"),

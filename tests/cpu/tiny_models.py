@@ -120,8 +120,8 @@ def _qwen3_5(family: str):
     return Qwen3_5TextConfig(**values, tie_word_embeddings=family == "qwen3_5_tied")
 
 
-HYBRIDS = ("gemma3", "gemma4", "gemma4_e", "gemma4_moe", "qwen3_5", "qwen3_5_moe")
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", *HYBRIDS)
+HYBRIDS = ("gemma4", "gemma4_e", "gemma4_moe", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "gemma3", *HYBRIDS)
 
 
 def tiny_tokenizer() -> str:

@@ -93,13 +93,14 @@ def generate(engine: Engine, prompt: list[int], count: int) -> list[int]:
 
 def layer_outputs(engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
     """The residual stream behind each layer, fp32 on the CPU; behind the last one that of the last token."""
-    seen: list[torch.Tensor] = []
+    seen: dict[int, list[torch.Tensor]] = {}
     engine.runner.ops = {
-        phase: replace(ops, observe=lambda layer, residual: seen.append(residual.float().cpu()))
+        phase: replace(ops, observe=lambda layer, residual: seen.setdefault(layer, []).append(residual.float().cpu()))
         for phase, ops in engine.runner.ops.items()
     }
+    engine.reset_prefix_cache()
     generate(engine, prompt, 1)
-    return seen
+    return [torch.cat(seen[layer]) for layer in sorted(seen)]
 
 
 @pytest.mark.timeout(600)
@@ -122,6 +123,7 @@ def test_real_shapes(name: str, monkeypatch):
     assert resumed >= 4032
     assert sum(a == b for a, b in zip(answer, again, strict=True)) >= 1
     assert abs(resident / planned - 1) < 0.03
+    assert abs(peak / memory.used - 1) < 0.03
     outputs = layer_outputs(gpu, prompt[:256])
     gpu.close()
     torch.cuda.empty_cache()

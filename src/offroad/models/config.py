@@ -30,6 +30,7 @@ HARMLESS = frozenset(
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
+        "quantization_config",  # weights/quantised.py reads it
         "return_dict",
         "rope_interleaved",
         "task_specific_params",
@@ -106,6 +107,11 @@ class Config:
                 accepted=" or ".join(map(repr, accepted)),
                 next=f"this variant of {self.family} is not implemented",
             )
+
+    def only(self, **fixed: Any) -> None:
+        """Each field has the one value that this model file implements, or is absent."""
+        for name, value in fixed.items():
+            self.expect(name, value)
 
     def choice(self, name: str, default: str, *accepted: str) -> str:
         """The value of `name`, one of `accepted`."""

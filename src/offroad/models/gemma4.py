@@ -7,7 +7,7 @@ layer, the logits are soft-capped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,28 +51,13 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     """The spec of a Gemma-4 checkpoint. Raises ModelError for variants that are not implemented."""
     config = Config.text(values, "gemma4")
     hidden, vocab = config.get("hidden_size", int), config.get("vocab_size", int, 262144)
-    config.expect("hidden_activation", "gelu_pytorch_tanh")
-    config.expect("attention_bias", False)
-    config.expect("use_bidirectional_attention", "vision")  # of image tokens; text is causal throughout
-    config.expect("tie_word_embeddings", True)
-    unified = "unified" in values["model_type"]
-    width = config.get("hidden_size_per_layer_input", int, 0 if unified else 256)
-    rows = config.get("vocab_size_per_layer_input", int, vocab)
+    config.only(hidden_activation="gelu_pytorch_tanh", attention_bias=False, tie_word_embeddings=True)
+    config.only(use_bidirectional_attention="vision")  # of image tokens; text is causal throughout
+    width = config.get("hidden_size_per_layer_input", int, 0 if "unified" in values["model_type"] else 256)
     kinds = config.layer_types(_SLIDING, _FULL, 6)
-    kinds[-1] = _FULL
+    kinds[-1] = _FULL  # as transformers has it, whatever is listed
     layers = _layers(config, hidden, kinds, width)
-    at, count = "model.per_layer", len(layers)
-    linears = (
-        LinearSpec("per_layer", (("model.embed_tokens_per_layer", rows),), count * width, op="embed"),
-        LinearSpec("per_layer_projection", ((f"{at}_model_projection", count * width),), hidden),
-    )
-    if width and rows < vocab:
-        raise ModelError(
-            "config.json: vocab_size_per_layer_input", found=rows, accepted=f"vocab_size, {vocab}, or more"
-        )
-    tensors = (TensorSpec("model.norm.weight", "norm", (hidden,)),)
-    if width:
-        tensors += (TensorSpec(f"{at}_projection_norm.weight", "per_layer_norm", (width,)),)
+    linears, tensors = _per_layer(config, hidden, vocab, len(layers), width)
     towers = {"vision_config", "audio_config"} & values.keys()
     spec = ModelSpec(
         family="gemma4",
@@ -82,8 +67,8 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
         norm_eps=config.get("rms_norm_eps", float, 1e-6),
         layers=layers,
         embed="model.embed_tokens",
-        tensors=tensors,
-        linears=linears if width else (),
+        tensors=(TensorSpec("model.norm.weight", "norm", (hidden,)), *tensors),
+        linears=linears,
         embed_scale=hidden**0.5,
         logit_softcap=config.get("final_logit_softcapping", float, None),
         ignored=(r"lm_head\.weight", _TOWERS, *_redundant(layers)),
@@ -92,6 +77,21 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     )
     config.done()
     return spec
+
+
+def _per_layer(config: Config, hidden: int, vocab: int, count: int, width: int):
+    """Linears and tensors that make the per-layer embeddings; none without a width."""
+    rows = config.get("vocab_size_per_layer_input", int, vocab)
+    if not width:
+        return (), ()
+    if rows < vocab:
+        raise ModelError(
+            "config.json: vocab_size_per_layer_input", found=rows, accepted=f"vocab_size, {vocab}, or more"
+        )
+    at = "model.per_layer"
+    embed = LinearSpec("per_layer", (("model.embed_tokens_per_layer", rows),), count * width, op="embed")
+    projection = LinearSpec("per_layer_projection", ((f"{at}_model_projection", count * width),), hidden)
+    return (embed, projection), (TensorSpec(f"{at}_projection_norm.weight", "per_layer_norm", (width,)),)
 
 
 def _redundant(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
@@ -107,25 +107,23 @@ def _layers(config: Config, hidden: int, kinds: list[str], width: int) -> tuple[
     first = len(kinds) - shared
     layers = []
     for i, (kind, mixer) in enumerate(zip(kinds, mixers, strict=True)):
-        item: Item = _pages(mixer)
+        row, window = (mixer.kv_heads, mixer.head_dim), mixer.window
+        # One more than the window's old keys: readers of shared pages, and a drafter, come after the step's own rows.
+        item: Item = Paged((Plane("k", row), Plane("v", row)), window, keep=window or 0)
         if i >= first:
-            producer = next((j for j in range(first - 1, -1, -1) if kinds[j] == kind), None)
-            if producer is None:
-                raise ModelError(
-                    "config.json: num_kv_shared_layers",
-                    found=f"{shared}, so that no layer of type {kind} before layer {first} has keys for layer {i}",
-                    accepted=f"fewer than {len(kinds)}, with a layer of each type before the shared ones",
-                )
-            item, mixer = Shared(producer), replace(mixer, own_kv=False)
+            item, mixer = Shared(_producer(kinds, first, kind)), replace(mixer, own_kv=False)
         ffn = FfnSpec(size * (2 if wide and i >= first else 1), "gelu_tanh")
-        layers.append(_Layer(f"model.layers.{i}", hidden, mixer, ffn, moe, width).spec(item))
+        layers.append(_layer(f"model.layers.{i}", hidden, mixer, item, ffn, moe, width))
     return tuple(layers)
 
 
-def _pages(mixer: AttentionSpec) -> Paged:
-    row = (mixer.kv_heads, mixer.head_dim)
-    # One more than the window's old keys: readers of shared pages, and a drafter, come after the step's own rows.
-    return Paged((Plane("k", row), Plane("v", row)), mixer.window, mixer.window or 0)
+def _producer(kinds: list[str], first: int, kind: str) -> int:
+    """The layer whose keys and values the layers of a kind from `first` on read."""
+    producers = [i for i in range(first) if kinds[i] == kind]
+    if not producers:
+        found = f"{len(kinds) - first}, which leaves no layer of type {kind} that has keys and values"
+        raise ModelError("config.json: num_kv_shared_layers", found=found, accepted="layers of each type before them")
+    return producers[-1]
 
 
 def _moe(config: Config) -> MoeSpec | None:
@@ -141,9 +139,11 @@ def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
     heads, kv_heads = config.get("num_attention_heads", int), config.get("num_key_value_heads", int)
     dim, window = config.get("head_dim", int, 256), config.get("sliding_window", int)
     k_eq_v = config.get("attention_k_eq_v", bool, False)
-    own = {"head_dim": config.get("global_head_dim", int, 512)}
-    if (count := config.get("num_global_key_value_heads", int, None)) is not None and k_eq_v:
-        own["num_key_value_heads"] = count
+    own, count = (
+        {"head_dim": config.get("global_head_dim", int, 512)},
+        config.get("num_global_key_value_heads", int, None),
+    )
+    own |= {"num_key_value_heads": count} if count is not None and k_eq_v else {}
     listed = config.get("per_layer_config", dict, {str(i): own for i, kind in enumerate(kinds) if kind == _FULL})
     ropes = config.get("rope_parameters", dict, _ROPES)
     mixers = []
@@ -161,47 +161,37 @@ def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
     return mixers
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """Makes the spec of the layer at `at`; `width`: of its per-layer embedding, 0: none."""
-
-    at: str
-    hidden: int
-    mixer: AttentionSpec
-    ffn: FfnSpec
-    moe: MoeSpec | None
-    width: int
-
-    def spec(self, item: Item) -> LayerSpec:
-        at, hidden, moe = self.at, self.hidden, self.moe
-        linears = parts.attention(f"{at}.self_attn", self.mixer, hidden) + parts.mlp(f"{at}.mlp", self.ffn.size, hidden)
-        tensors = parts.qk_norms(f"{at}.self_attn", self.mixer)
-        norms = {
-            "input_layernorm": "input_norm",
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "mlp_norm",
-            "post_feedforward_layernorm": "post_mlp_norm",
+def _layer(
+    at: str, hidden: int, mixer: AttentionSpec, item: Item, ffn: FfnSpec, moe: MoeSpec | None, width: int
+) -> LayerSpec:
+    linears = parts.attention(f"{at}.self_attn", mixer, hidden) + parts.mlp(f"{at}.mlp", ffn.size, hidden)
+    tensors = parts.qk_norms(f"{at}.self_attn", mixer)
+    norms = {
+        "input_layernorm": "input_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "post_mlp_norm",
+    }
+    if moe is not None:
+        linears += parts.experts(f"{at}.experts", moe, hidden)
+        linears += (LinearSpec("router", ((f"{at}.router.proj", moe.experts),), hidden),)
+        tensors += (
+            TensorSpec(f"{at}.router.scale", "router_norm", (hidden,)),
+            TensorSpec(f"{at}.router.per_expert_scale", "expert_scale", (moe.experts,)),
+        )
+        norms |= {
+            "post_feedforward_layernorm_1": "post_dense_norm",
+            "pre_feedforward_layernorm_2": "experts_norm",
+            "post_feedforward_layernorm_2": "post_experts_norm",
         }
-        if moe is not None:
-            linears += parts.experts(f"{at}.experts", moe, hidden)
-            linears += (LinearSpec("router", ((f"{at}.router.proj", moe.experts),), hidden),)
-            tensors += (
-                TensorSpec(f"{at}.router.scale", "router_norm", (hidden,)),
-                TensorSpec(f"{at}.router.per_expert_scale", "expert_scale", (moe.experts,)),
-            )
-            norms |= {
-                "post_feedforward_layernorm_1": "post_dense_norm",
-                "pre_feedforward_layernorm_2": "experts_norm",
-                "post_feedforward_layernorm_2": "post_experts_norm",
-            }
-        if self.width:
-            linears += (
-                LinearSpec("input_gate", ((f"{at}.per_layer_input_gate", self.width),), hidden),
-                LinearSpec("input_projection", ((f"{at}.per_layer_projection", hidden),), self.width),
-            )
-            norms["post_per_layer_input_norm"] = "post_input_norm"
-        tensors += (*parts.norms(at, norms, hidden), TensorSpec(f"{at}.layer_scalar", "scalar", (1,)))
-        return LayerSpec(self.mixer, self.ffn, (("kv", item),), linears, tensors, moe, ("attention_block",))
+    if width:
+        linears += (
+            LinearSpec("input_gate", ((f"{at}.per_layer_input_gate", width),), hidden),
+            LinearSpec("input_projection", ((f"{at}.per_layer_projection", hidden),), width),
+        )
+        norms["post_per_layer_input_norm"] = "post_input_norm"
+    tensors += (*parts.norms(at, norms, hidden), TensorSpec(f"{at}.layer_scalar", "scalar", (1,)))
+    return LayerSpec(mixer, ffn, (("kv", item),), linears, tensors, moe, ("attention_block",))
 
 
 class Gemma4:

@@ -50,10 +50,7 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     config = Config.text(values, "qwen3_5")
     family, hidden = values["model_type"], config.get("hidden_size", int)
     kinds = config.layer_types("linear_attention", "full_attention", config.get("full_attention_interval", int, 4))
-    config.expect("hidden_act", "silu")
-    config.expect("attention_bias", False)
-    config.expect("attn_output_gate", True)
-    config.expect("mtp_use_dedicated_embeddings", False)
+    config.only(hidden_act="silu", attention_bias=False, attn_output_gate=True, mtp_use_dedicated_embeddings=False)
     attention, delta = _attention(config), _delta_spec(config)
     state = config.choice("mamba_ssm_dtype", "float32", "float32", "bfloat16", "float16")
     ffn, moe = _ffn(config, "moe" in family)
@@ -111,9 +108,7 @@ def _ffn(config: Config, moe: bool) -> tuple[FfnSpec, MoeSpec | None]:
     """The dense mlp, or the shared expert and the experts."""
     if not moe:
         return FfnSpec(config.get("intermediate_size", int), "silu"), None
-    config.expect("norm_topk_prob", True)
-    config.expect("mlp_only_layers", [])
-    config.expect("decoder_sparse_step", 1)
+    config.only(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
     for name in ("intermediate_size", "router_aux_loss_coef", "output_router_logits"):
         config.read.add(name)  # training, or the size of layers that there are none of
     experts = MoeSpec(
@@ -161,9 +156,11 @@ class _Layers:
     def _delta(self, at: str, spec: GatedDeltaSpec):
         heads, width = spec.value_heads, spec.value_width
         linears = (
-            LinearSpec("qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden),
-            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden),
-            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width),
+            LinearSpec(
+                "qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden, split="rows"
+            ),
+            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden, split="rows"),
+            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width, split="columns"),
         )
         tensors = (
             TensorSpec(f"{at}.conv1d.weight", "conv", (spec.channels, 1, spec.kernel), "matrix"),

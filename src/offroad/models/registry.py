@@ -12,6 +12,7 @@ from offroad.models import gemma3, gemma4, llama, qwen3_5
 from offroad.models.spec import ModelSpec
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
+from offroad.weights.quantised import quantised
 from offroad.weights.source import Source, renamed
 
 
@@ -54,4 +55,4 @@ def resolve_model(config: dict[str, Any]) -> Resolved:
 def resolve_source(source: Source) -> tuple[Resolved, Source]:
     """The spec and class for a checkpoint, and the checkpoint under the names that the spec uses."""
     resolved = resolve_model(source.config)
-    return resolved, renamed(source, resolved.spec.prefixes)
+    return resolved, renamed(quantised(source), resolved.spec.prefixes)

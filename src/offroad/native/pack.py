@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 import torch
 
 from offroad.errors import PlanError
-from offroad.quant.packed import Packed
+from offroad.quant.packed import Packed, dequantise, values
 
 LAYOUT = "cpu.tile16"
 TILE = 16
@@ -81,6 +81,11 @@ def pack(weight: Packed) -> Tiled:
     reason = unfit(weight.layout, weight.k, weight.group)
     if reason is not None:
         raise PlanError("weight for the CPU kernels", found=reason, next="--kernel linear=torch.linear")
+    if weight.layout == "fp8":  # no integers: the numbers themselves
+        weight = replace(weight, layout="dense", tensors={"w": dequantise(weight)}, group=0)
+    elif weight.layout == "fp4":  # twice E2M1 is an integer
+        halves = weight.tensors["s"] / 2
+        weight = replace(weight, layout="affine8", tensors={"q": (2 * values(weight)).to(torch.int8), "s": halves})
     tensors = weight.tensors
     if weight.layout == "dense":
         name = "bf16" if tensors["w"].dtype == torch.bfloat16 else "f32"
@@ -100,7 +105,7 @@ def pack(weight: Packed) -> Tiled:
 
 def unfit(layout: str, k: int, group: int) -> str | None:
     """Why a canonical weight cannot be packed, or None."""
-    if layout == "dense":
+    if layout in ("dense", "fp8"):
         return None
     if layout == "affine4":
         return (
@@ -108,8 +113,8 @@ def unfit(layout: str, k: int, group: int) -> str | None:
             if group and group % 32 == 0 and k % group == 0
             else f"affine4 needs groups of a multiple of 32, not {group} of {k}"
         )
-    if layout == "affine8":
-        return None if group and k % group == 0 else f"affine8 needs whole groups, not {group} of {k}"
+    if layout in ("affine8", "fp4"):
+        return None if group and k % group == 0 else f"{layout} needs whole groups, not {group} of {k}"
     return f"no packer from layout {layout}"
 
 

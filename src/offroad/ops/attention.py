@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from offroad.models.spec import AttentionSpec
+from offroad.ops import kv
 from offroad.ops.spec import OpSpec, Tolerance
 from offroad.run.rows import PagedView, Rows
 
 TOLERANCE = {"float32": Tolerance(2e-5, 2e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(3e-3, 3e-3)}
+
+_SCORES = 1 << 24  # scores held at once
 
 
 def attention(
@@ -46,31 +49,37 @@ def visible_rows(
     if k is None:
         return first, *gather(view, slot, first, start + span.stop - span.start)
     old_k, old_v = gather(view, slot, first, start)
-    return first, torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
+    fresh_k, fresh_v = kv.as_stored(view, k[span], v[span])
+    return first, torch.cat((old_k, fresh_k)), torch.cat((old_v, fresh_v))
 
 
 def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of positions [first, end) of a slot, [end - first, kv_heads, dim]."""
-    if end <= first:
-        return view.k[0, :0], view.v[0, :0]
     column = first // view.block
-    blocks = view.table[slot, column : (end - 1) // view.block + 1].long()
-    cut = slice(first - column * view.block, end - column * view.block)
-    return view.k[blocks].flatten(0, 1)[cut], view.v[blocks].flatten(0, 1)[cut]
+    blocks = view.table[slot, column : (end - 1) // view.block + 1 if end > first else column].long()
+    cut = slice(first - column * view.block, max(end, first) - column * view.block)
+    k, v = kv.read(view, blocks)
+    return k[cut], v[cut]
 
 
 def _row(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, old: int, window: int | None, spec: AttentionSpec
 ) -> torch.Tensor:
-    width, total = q.shape[0], k.shape[0]
-    repeat = spec.heads // spec.kv_heads
-    keys = k.float().repeat_interleave(repeat, dim=1)
-    values = v.float().repeat_interleave(repeat, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.float() * spec.scale, keys)
-    if spec.softcap:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    scores = scores.masked_fill(~visible(width, total, old, window, q.device)[None], float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    """Attention of a row's tokens [width, heads, dim] over its keys, a few queries at a time: scores of a long context
+    would not fit in memory."""
+    keys, values = k.float(), v.float()
+    queries = (q.float() * spec.scale).unflatten(1, (spec.kv_heads, -1))
+    seen = visible(q.shape[0], k.shape[0], old, window, q.device)
+    out = torch.empty_like(q)
+    step = max(1, _SCORES // (spec.heads * k.shape[0]))
+    for first in range(0, q.shape[0], step):
+        part = slice(first, first + step)
+        scores = torch.einsum("qhgd,khd->hgqk", queries[part], keys)
+        if spec.softcap:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        scores.masked_fill_(~seen[part], float("-inf"))
+        out[part] = torch.einsum("hgqk,khd->qhgd", scores.softmax(-1), values).flatten(1, 2).to(q.dtype)
+    return out
 
 
 def visible(width: int, total: int, old: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -86,8 +95,7 @@ def store(view: PagedView, k: torch.Tensor, v: torch.Tensor, slot: int, start: i
     at = torch.arange(start, start + k.shape[0], device=k.device)
     blocks = view.table[slot, (at // view.block)].long()
     live = blocks > 0
-    view.k[blocks[live], (at % view.block)[live]] = k[live].to(view.k.dtype)
-    view.v[blocks[live], (at % view.block)[live]] = v[live].to(view.v.dtype)
+    kv.write(view, blocks[live], (at % view.block)[live], k[live], v[live])
 
 
 OPS = (OpSpec("attention", attention.__doc__ or "", attention, TOLERANCE),)

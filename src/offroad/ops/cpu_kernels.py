@@ -278,6 +278,8 @@ def _linear_limits(problem: Problem) -> str | None:
         return None
     from offroad.quant.scheme import layout_of
 
+    if any(kind.endswith("+order") for kind in problem.stored):
+        return "needs groups of neighbouring columns; the weight's stand apart (actorder)"
     k = dict(problem.sizes)["k"]
     if k % 32 and layout_of(problem.stored) == "affine4":
         return f"4-bit weights need k of a multiple of 32; asked: {k}"

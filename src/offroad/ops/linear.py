@@ -10,9 +10,14 @@ from offroad.quant.packed import Packed, dequantise
 TOLERANCE = {"float32": Tolerance(2e-4, 2e-5), "bfloat16": Tolerance(3e-2, 1.6e-2), "float16": Tolerance(4e-3, 2e-3)}
 
 
+def dense(weight: Packed) -> torch.Tensor:
+    """A canonical weight as a matrix [n, k]: as it is kept, else in fp32."""
+    return weight.tensors["w"] if weight.layout == "dense" else dequantise(weight)
+
+
 def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     """`x w^T + bias`; x [tokens, k] -> [tokens, n] in x's dtype, products in the wider of the two dtypes."""
-    w = weight.tensors["w"] if weight.layout == "dense" else dequantise(weight)
+    w = dense(weight)
     if w.dtype != x.dtype:
         w = w.to(x.dtype)
     return torch.nn.functional.linear(x, w, weight.bias)
@@ -20,10 +25,7 @@ def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
 
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` of the embedding times `scale`; ids int64 [tokens] -> [tokens, hidden] in `dtype`."""
-    picked = Packed(
-        weight.layout, ids.shape[0], weight.k, {name: t[ids] for name, t in weight.tensors.items()}, weight.group
-    )
-    rows = dequantise(picked).to(dtype)
+    rows = dequantise(weight.rows(ids)).to(dtype)
     return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype)
 
 

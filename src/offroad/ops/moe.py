@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from offroad.ops.linear import TOLERANCE
+from offroad.ops.linear import TOLERANCE, dense
 from offroad.ops.spec import OpSpec, Tolerance
-from offroad.quant.packed import Packed, dequantise
+from offroad.quant.packed import Packed
 
 ROUTE_TOLERANCE = {name: Tolerance(1e-5, 1e-5) for name in ("float32", "bfloat16", "float16")}
 
@@ -26,16 +26,9 @@ def grouped_linear(x: torch.Tensor, experts: torch.Tensor, weight: Packed, count
     out = torch.empty(*experts.shape, n, dtype=x.dtype, device=x.device)
     for expert in experts.unique().tolist():
         token, choice = (experts == expert).nonzero(as_tuple=True)
-        w = rows_of(weight, expert * n, n).to(x.dtype)
+        w = dense(weight.rows(slice(expert * n, (expert + 1) * n))).to(x.dtype)
         out[token, choice] = (x[token] if x.ndim == 2 else x[token, choice]) @ w.T
     return out
-
-
-def rows_of(weight: Packed, first: int, count: int) -> torch.Tensor:
-    """Rows [first, first + count) of a canonical weight as a dense matrix [count, k]."""
-    cut = slice(first, first + count)
-    part = Packed(weight.layout, count, weight.k, {name: t[cut] for name, t in weight.tensors.items()}, weight.group)
-    return part.tensors["w"] if part.layout == "dense" else dequantise(part)
 
 
 OPS = (

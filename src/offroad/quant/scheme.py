@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import gcd
 
 import numpy as np
 import torch
 
-from offroad.quant.packed import Packed, dequantise
+from offroad.quant.packed import PER_BYTE, Packed, dequantise
 from offroad.weights.source import Stored
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -115,17 +116,20 @@ _AFFINE: dict[str, tuple[str, int, int, Callable[[Array], Blocks]]] = {
 def layout_of(kinds: tuple[str, ...]) -> str:
     """The canonical layout of parts stored as `kinds` once they are one weight: from headers, before any data.
 
-    Only dense parts, or a dense part among others: `dense`. Otherwise `affine4` if all are, else `affine8`.
+    Kinds are float dtypes, `gguf.…`, or `layout.detail` of a quantised weight. Parts of one layout keep it, and 4-bit
+    beside 8-bit integers become `affine8`; other mixtures are `dense`.
     """
     assert kinds, "a weight has at least one part"
-    layouts = {_AFFINE[kind][0] if kind in _AFFINE else "dense" for kind in kinds}
-    if "dense" in layouts:
-        return "dense"
-    return "affine4" if layouts == {"affine4"} else "affine8"
+    layouts = {_AFFINE[kind][0] if kind in _AFFINE else kind.partition(".")[0] for kind in kinds}
+    if len(layouts) == 1 and layouts <= PER_BYTE.keys():
+        return layouts.pop()
+    return "affine8" if layouts == {"affine4", "affine8"} else "dense"
 
 
 def canonical(stored: Stored) -> Packed:
     """A stored matrix in its canonical layout; float kinds stay in their dtype (and may still be the file's memory)."""
+    if stored.packed is not None:
+        return stored.packed
     n, k = stored.header.shape
     kind = stored.header.kind
     if kind in FLOATS:
@@ -156,7 +160,8 @@ def _by_library(stored: Stored) -> Array:
 def to_dense(packed: Packed, dtype: torch.dtype) -> Packed:
     """The weight as `dense` in `dtype`; its own memory, never the file's."""
     w = packed.tensors["w"] if packed.layout == "dense" else dequantise(packed)
-    return replace(packed, layout="dense", group=0, tensors={"w": w.to(dtype, copy=packed.layout == "dense")})
+    tensors = {"w": w.to(dtype, copy=packed.layout == "dense")}
+    return replace(packed, layout="dense", group=0, tensors=tensors, perm=None)
 
 
 def widen(packed: Packed, group: int) -> Packed:
@@ -167,25 +172,16 @@ def widen(packed: Packed, group: int) -> Packed:
     if packed.layout == "affine4":
         q = tensors["q"]
         tensors["q"] = torch.stack((q & 15, q >> 4), dim=-1).reshape(packed.n, packed.k).view(torch.int8)
-    for name in ("s", "m"):
-        if name in tensors and packed.group != group:
-            tensors[name] = tensors[name].repeat_interleave(packed.group // group, dim=1)
-    return replace(packed, layout="affine8", group=group, tensors=tensors)
+    return regroup(replace(packed, layout="affine8", tensors=tensors), group)
 
 
 def fuse(parts: list[Packed]) -> Packed:
-    """The parts stacked along n, in the layout that `layout_of` foretells. Exact, except that a dense part turns the
-    others into fp32."""
+    """The parts stacked along n, in the layout that `layout_of` foretells. Exact, except that parts which cannot stand
+    side by side turn into fp32 (a dense one among others, columns in different orders)."""
     assert len({part.k for part in parts}) == 1, [part.k for part in parts]
     if len(parts) == 1:
         return parts[0]
-    layouts = {part.layout for part in parts}
-    if "dense" in layouts:
-        if layouts != {"dense"} or len({part.tensors["w"].dtype for part in parts}) > 1:
-            parts = [to_dense(part, torch.float32) for part in parts]
-    elif layouts != {"affine4"} or len({part.group for part in parts}) > 1:
-        group = min(part.group for part in parts)
-        parts = [widen(part, group) for part in parts]
+    parts = _alike(parts)
     names = {name for part in parts for name in part.tensors}
     tensors = {name: torch.cat([_or_zero(part, name) for part in parts]) for name in sorted(names)}
     biases = [part.bias for part in parts if part.bias is not None]
@@ -193,6 +189,32 @@ def fuse(parts: list[Packed]) -> Packed:
     return replace(
         parts[0], n=sum(part.n for part in parts), tensors=tensors, bias=torch.cat(biases) if biases else None
     )
+
+
+def _alike(parts: list[Packed]) -> list[Packed]:
+    """The parts in one layout, with one group size and one order of columns."""
+    layouts, groups = {part.layout for part in parts}, {part.group for part in parts}
+    if layouts == {"dense"}:
+        same = len({part.tensors["w"].dtype for part in parts}) == 1
+        return parts if same else [to_dense(part, torch.float32) for part in parts]
+    ordered = all(_same_order(part.perm, parts[0].perm) for part in parts)
+    if layouts == {"affine4", "affine8"} and ordered:
+        parts, layouts = [widen(part, part.group) for part in parts], {"affine8"}
+    group = gcd(*groups)
+    if len(layouts) > 1 or not ordered or any(part.k % part.group for part in parts if part.group != group):
+        return [to_dense(part, torch.float32) for part in parts]
+    return parts if len(groups) == 1 else [regroup(part, group) for part in parts]
+
+
+def _same_order(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def regroup(part: Packed, group: int) -> Packed:
+    """The same values with scales for smaller groups."""
+    times = part.group // group
+    scales = {name: part.tensors[name].repeat_interleave(times, dim=1) for name in ("s", "m") if name in part.tensors}
+    return replace(part, group=group, tensors=part.tensors | scales)
 
 
 def _or_zero(part: Packed, name: str) -> torch.Tensor:

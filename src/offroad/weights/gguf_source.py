@@ -24,6 +24,8 @@ class GgufSource:
     halves, which on quantised rows is only a reordering. Gemma's norm weights already include the one.
     """
 
+    notes: tuple[str, ...] = ()
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GgufFile(path)

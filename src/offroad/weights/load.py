@@ -15,7 +15,7 @@ import torch
 
 from offroad.errors import ModelError
 from offroad.models.spec import DraftSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
-from offroad.quant.packed import Packed
+from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, canonical, fuse, to_dense, widen
 from offroad.weights.source import Headers, Source, Stored
 
@@ -119,9 +119,9 @@ def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
-    blocks = header.kind.startswith("gguf.") and len(shape) >= 2
+    blocks = header.kind.partition(".")[0] in ("gguf", *PER_BYTE) and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
-        kinds = ", ".join(FLOATS) + (", GGUF block kinds" if len(shape) >= 2 else "")
+        kinds = ", ".join(FLOATS) + (", block kinds of GGUF, a quantised weight" if len(shape) >= 2 else "")
         raise ModelError(
             f"tensor {name}", found=f"stored as {header.kind}", accepted=kinds, next="use a checkpoint in one of these"
         )
@@ -203,8 +203,8 @@ class _Loader:
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
         if packed.layout == "dense":
             packed = to_dense(packed, self.dtype) if layout != "dense" else packed
-        if packed.layout == layout:
-            return packed
+        if packed.layout == layout or packed.layout == "dense" and layout in PER_BYTE:
+            return packed  # parts whose columns stand in different orders became dense
         if (packed.layout, layout) == ("affine4", "affine8"):
             return widen(packed, packed.group)
         assert layout in self.packers, f"no packer makes {layout} from {packed.layout}"
@@ -212,7 +212,8 @@ class _Loader:
 
     def _placed(self, packed: Packed) -> Packed:
         tensors = {name: tensor.to(self.device) for name, tensor in packed.tensors.items()}
-        return replace(packed, tensors=tensors, bias=None if packed.bias is None else packed.bias.to(self.device))
+        bias, perm = (None if x is None else x.to(self.device) for x in (packed.bias, packed.perm))
+        return replace(packed, tensors=tensors, bias=bias, perm=perm)
 
     def _bias(self, name: str) -> torch.Tensor:
         bias = self.read(name).data.to(self.dtype, copy=True)
@@ -236,7 +237,7 @@ class _Loader:
 def _matrix(stored: Stored) -> Stored:
     """A tensor [experts, n, k] as the matrix [experts * n, k]; others as they are."""
     header = stored.header
-    if len(header.shape) == 2:
+    if len(header.shape) == 2 or stored.packed is not None:
         return stored
     shape = (prod(header.shape[:-1]), header.shape[-1])
     return Stored(replace(header, shape=shape), stored.data.reshape(shape[0], -1))
@@ -245,6 +246,8 @@ def _matrix(stored: Stored) -> Stored:
 def _check_finite(name: str, tensor: torch.Tensor, what: str) -> None:
     if not tensor.is_floating_point() or not tensor.numel():
         return
+    if tensor.dtype == torch.float8_e4m3fn:  # has no infinities, and two codes of NaN
+        tensor = torch.where((tensor.view(torch.uint8) & 0x7F) == 0x7F, torch.nan, 0.0)
     low, high = torch.aminmax(tensor)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise ModelError(

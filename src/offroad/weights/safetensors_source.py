@@ -16,7 +16,17 @@ from offroad.errors import ModelError
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # exponents, as bytes
+}
 _SIZES = {
     "F64": 8,
     "F32": 4,
@@ -65,6 +75,7 @@ class SafetensorsSource:
     """A `Source` over a folder. Opening reads headers only; tensors come through memory maps."""
 
     conventions: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -130,14 +141,14 @@ class SafetensorsSource:
                 raise ModelError(f"tensor {name}", found=f"not in {shard}", accepted=f"as {INDEX} says", next=_REPAIR)
 
     def read(self, name: str) -> Stored:
-        """The tensor in its own dtype and shape. Raises ModelError for a dtype that is no float kind."""
+        """The tensor in its own dtype and shape. Raises ModelError for a dtype that no format uses."""
         entry = self._entries[name]
         if entry.dtype not in _DTYPES:
             raise ModelError(f"tensor {name}", found=f"stored as {entry.dtype}", accepted=", ".join(_DTYPES))
         if entry.file not in self._maps:
             self._maps[entry.file] = np.memmap(entry.file, np.uint8, "c")  # copy on write: torch wants writable memory
         raw = self._maps[entry.file][entry.start : entry.end]
-        if entry.start % 4:  # a float array must be aligned
+        if entry.start % 8:  # an array must be aligned
             raw = raw.copy()
         return Stored(self.headers[name], torch.from_numpy(raw).view(_DTYPES[entry.dtype]).reshape(entry.shape))
 
@@ -214,17 +225,25 @@ def tokenizer_files(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
     settings = _optional(folder / "tokenizer_config.json")
     special = _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = eos if isinstance(eos, list) else [eos]
     return TokenizerFiles(
         tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
         chat_template=_template(folder, settings),
         bos_token=_text(settings.get("bos_token", special.get("bos_token"))),
         eos_token=_text(settings.get("eos_token", special.get("eos_token"))),
-        eos_ids=tuple(i for i in ids if isinstance(i, int)),
+        eos_ids=_eos_ids(generation, config),
         add_bos=bool(settings.get("add_bos_token", False)),
         generation=generation,
     )
+
+
+def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """All ids of the first of the three that names any; a multimodal config nests its text model's."""
+    text = config.get("text_config")
+    for values in (generation, config, text if isinstance(text, dict) else {}):
+        eos = values.get("eos_token_id")
+        if ids := tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)):
+            return ids
+    return ()
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from offroad.errors import ModelError
 if TYPE_CHECKING:
     import torch  # only named here: the server process reads TokenizerFiles and must not pay for torch
 
+    from offroad.quant.packed import Packed
+
 
 @dataclass(frozen=True)
 class TensorHeader:
@@ -32,10 +34,11 @@ Headers = dict[str, TensorHeader]
 @dataclass(frozen=True)
 class Stored:
     """A tensor as the file holds it. `data` is the raw array: the tensor itself for float kinds, uint8
-    `[n, bytes per row]` for GGUF block kinds."""
+    `[n, bytes per row]` for GGUF block kinds. A weight that several tensors make has `packed` instead."""
 
     header: TensorHeader
     data: torch.Tensor
+    packed: Packed | None = None
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ class TokenizerFiles:
 
 
 class Source(Protocol):
-    """`conventions` may hold "norm_plus_one": norm weights already include the one that "plus_one" would add."""
+    """`conventions` may hold "norm_plus_one": norm weights already include the one that "plus_one" would add. `notes`
+    are what a user should know of how the files were understood."""
 
     path: Path
     config: dict[str, Any]
     headers: Headers
     conventions: frozenset[str]
+    notes: tuple[str, ...]
 
     def read(self, name: str) -> Stored: ...
 

@@ -39,7 +39,7 @@ MIXED = [
 ]
 
 
-@pytest.fixture(scope="module", params=HYBRIDS)
+@pytest.fixture(scope="module", params=("gemma3", *HYBRIDS))
 def folder(request, tiny):
     return tiny(request.param)[0]
 

@@ -1,0 +1,79 @@
+"""What every format of quantised checkpoints answers: which tensors make which weight, and how.
+
+A format reads headers and the config's `quantization_config`. The tensors in the file decide; where a list in the
+config disagrees with them, the format says so in a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from offroad.errors import ModelError
+from offroad.quant.packed import Packed
+from offroad.weights.source import Headers
+
+Read = Callable[[str], torch.Tensor]  # a tensor of the file by name, in its own dtype
+REPAIR = "the file is damaged, or was written by a tool with other rules: quantise the model again, or report it"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A weight that several tensors make.
+
+    `name` is what it is called where it is not quantised (`X.weight`, or a fused tensor of experts), `shape` its shape
+    there. `kind` is `layout.detail`, the canonical layout and what a person calls the scheme ("affine4.w4a16-g128");
+    it ends with "+order" if the weight has a `perm`.
+    `tensors` are all that belong to it; `decode` reads what it needs of them and gives the canonical weight
+    [prod(shape[:-1]), shape[-1]].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    tensors: tuple[str, ...]
+    decode: Callable[[Read], Packed]
+
+
+@dataclass
+class Claims:
+    """What a format finds in a checkpoint. `others`: tensors of it that make no weight, e.g. input scales."""
+
+    claims: list[Claim] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Format(Protocol):
+    """A way of storing quantised weights. `suffixes` end the names of tensors that only it (or a relative) uses: one
+    that no claim covers is an error."""
+
+    suffixes: tuple[str, ...]
+
+    def claims(self, headers: Headers, config: dict[str, Any]) -> Claims:
+        """What `headers` hold. Raises ModelError naming a tensor whose shape or dtype is not the format's."""
+        ...
+
+
+def expect(headers: Headers, name: str, kinds: tuple[str, ...], shape: tuple[int, ...] | None = None) -> None:
+    """Raises ModelError unless tensor `name` is there, stored as one of `kinds`, in `shape`."""
+    header = headers.get(name)
+    if header is None:
+        raise ModelError(f"tensor {name}", found="absent", accepted="a tensor of a quantised weight", next=REPAIR)
+    if header.kind not in kinds:
+        raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted=" or ".join(kinds), next=REPAIR)
+    if shape is not None and header.shape != shape:
+        raise ModelError(
+            f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=REPAIR
+        )
+
+
+def scales(read: Read, name: str) -> torch.Tensor:
+    """A tensor of scales in fp32. Raises ModelError if one is not finite."""
+    value = read(name).float()
+    if not torch.isfinite(value).all():
+        raise ModelError(f"tensor {name}", found="a scale that is not finite", accepted="finite scales", next=REPAIR)
+    return value

@@ -1,0 +1,76 @@
+"""A checkpoint with quantised weights seen as if it had plain ones: several tensors under the name of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offroad.errors import ModelError
+from offroad.quant.formats.base import REPAIR, Claim, Format
+from offroad.quant.formats.fp8 import Fp8
+from offroad.quant.packed import Packed
+from offroad.weights.source import Headers, Source, Stored, TensorHeader
+
+FORMATS: dict[str, Format] = {"fp8": Fp8()}
+
+
+def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The config's `quantization_config`, wherever it stands; None: the checkpoint is not quantised."""
+    inner = config.get("text_config") or {}
+    return config.get("quantization_config") or inner.get("quantization_config") or None
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A source whose quantised weights have one header each, and are read in their canonical layout."""
+
+    base: Source
+    claims: dict[str, Claim]
+    headers: Headers
+    notes: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
+
+    def read(self, name: str) -> Stored:
+        """Raises ModelError for scales that are not finite, and what the base raises."""
+        claim = self.claims.get(name)
+        if claim is None:
+            return self.base.read(name)
+        packed = claim.decode(lambda tensor: self.base.read(tensor).data)
+        assert (packed.n, packed.k) == (torch.Size(claim.shape[:-1]).numel(), claim.shape[-1]), claim.name
+        return Stored(self.headers[name], _numbers(packed), packed)
+
+
+def _numbers(packed: Packed) -> torch.Tensor:
+    return packed.tensors["w" if packed.layout == "dense" else "q"]
+
+
+def quantised(source: Source) -> Source:
+    """The source with its quantised weights claimed by their format; as it is if nothing is quantised.
+
+    Raises ModelError for an unknown format, for tensors that the format excludes, and for scales without a weight.
+    """
+    config = quantisation(source.config)
+    if config is None:
+        return source
+    method = str(config.get("quant_method", "")).lower()
+    if method not in FORMATS:
+        raise ModelError("quantization_config: quant_method", found=method or "absent", accepted=", ".join(FORMATS))
+    form = FORMATS[method]
+    found = form.claims(source.headers, config)
+    taken = {tensor for claim in found.claims for tensor in claim.tensors} | set(found.others)
+    headers = {name: header for name, header in source.headers.items() if name not in taken}
+    if left := sorted(name for name in headers if name.endswith(form.suffixes)):
+        raise ModelError(
+            f"tensor {left[0]}",
+            found=f"no weight that it belongs to ({len(left)} of them)",
+            accepted=f"a quantised weight beside it ({method})",
+            next=REPAIR,
+        )
+    for claim in found.claims:
+        nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
+        headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
+    return Quantised(source, {claim.name: claim for claim in found.claims}, headers, (*source.notes, *found.notes))
