@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from offroad.device.profile import DeviceProfile
@@ -158,7 +158,7 @@ def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choic
 
 
 def layer_ranges(layers: list[int]) -> str:
-    """`0-2,4` for [0, 1, 2, 4]; `model` for what stands outside layers."""
+    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model` for what stands outside layers."""
     if layers == [MODEL]:
         return "model"
     parts: list[list[int]] = []
@@ -167,7 +167,11 @@ def layer_ranges(layers: list[int]) -> str:
             parts[-1][1] = layer
         else:
             parts.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    steps = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(parts)}
+    if len(parts) > 4 and len(steps) == 1:
+        return f"{texts[0]},{texts[1]},..{texts[-1]}"
+    return ",".join(texts)
 
 
 def explain_cells(cells: dict[Cell, Choice]) -> list[str]:
