@@ -45,6 +45,7 @@ _SIZES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
+_SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _REPAIR = "download the file again"
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 
@@ -71,6 +72,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a `quantization_config` from a file of its own if it has none, as older tools write it."""
+    if config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"):
+        return config
+    for name in _SIDE_FILES:
+        values = _optional(folder / name)
+        if name == "hf_quant_config.json" and isinstance(values.get("quantization"), dict):
+            values = {"quant_method": "modelopt", **values["quantization"]}
+        elif values and not (values.get("quant_method") or values.get("method")):
+            awq = {"w_bit", "q_group_size", "zero_point"} & values.keys()
+            values = {"quant_method": "awq" if awq else "gptq", **values}
+        if values:
+            return {**config, "quantization_config": values}
+    return config
+
+
 class SafetensorsSource:
     """A `Source` over a folder. Opening reads headers only; tensors come through memory maps."""
 
@@ -79,7 +96,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = read_json(folder / "config.json")
+        self.config = _with_side_file(folder, read_json(folder / "config.json"))
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.ndarray] = {}
         for file in self._files():
