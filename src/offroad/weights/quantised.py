@@ -82,6 +82,13 @@ def quantised(source: Source) -> Source:
             next=REPAIR,
         )
     for claim in found.claims:
+        if claim.name in headers:
+            raise ModelError(
+                f"tensor {claim.name}",
+                found=f"it, and {claim.tensors[0]}",
+                accepted="a weight that is quantised or is not",
+                next=REPAIR,
+            )
         nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
     if not found.claims:

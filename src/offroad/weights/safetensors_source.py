@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from offroad.errors import ModelError
+from offroad.weights.quantised import quantisation
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -74,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The config with a `quantization_config` from a file of its own if it has none, as older tools write it."""
-    if config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config"):
+    if quantisation(config):
         return config
     for name in _SIDE_FILES:
         values = _optional(folder / name)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import Claim, Claims, Read, expect, note_listed, scales
+from offroad.quant.formats.base import Claim, Claims, Read, expect, note_listed, scales, sizes
 from offroad.quant.formats.integers import FLOAT, affine, group_of, kind, nibbles, pairs, refuse_bits
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
@@ -42,9 +42,8 @@ class Awq:
 
 def _claim(headers: Headers, module: str, size: object) -> Claim:
     names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}
-    k, words = headers[names["qweight"]].shape
+    k, words = sizes(headers, names["qweight"], ("i32",), 2)
     n, group = 8 * words, group_of(module, k, size)
-    expect(headers, names["qweight"], ("i32",))
     expect(headers, names["scales"], FLOAT, (k // group, n))
     expect(headers, names["qzeros"], ("i32",), (k // group, words))
 

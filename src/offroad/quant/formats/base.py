@@ -71,6 +71,15 @@ def expect(headers: Headers, name: str, kinds: tuple[str, ...], shape: tuple[int
         )
 
 
+def sizes(headers: Headers, name: str, kinds: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The shape of tensor `name`. Raises ModelError unless it is stored as one of `kinds` and has `rank` dimensions."""
+    expect(headers, name, kinds)
+    shape = headers[name].shape
+    if len(shape) != rank or 0 in shape:
+        raise ModelError(f"tensor {name}", found=f"shape {list(shape)}", accepted=f"{rank} dimensions", next=REPAIR)
+    return shape
+
+
 def scales(read: Read, name: str) -> torch.Tensor:
     """A tensor of scales in fp32; bytes are exponents (E8M0). Raises ModelError if one is not finite."""
     value = read(name)

@@ -79,8 +79,6 @@ def _grid(headers: Headers, name: str, scale: str, block: Block | None) -> tuple
     if headers[scale].kind in POWERS:
         blocks.append((1, 32))
     for rows, columns in blocks:
-        if rows < 1 or columns < 1:
-            raise ModelError("quantization_config: weight_block_size", found=[rows, columns], accepted="[128, 128]")
         if stored == (*lead, -(-n // rows), -(-k // columns)):
             return stored[-2], rows, columns, f"block{rows}x{columns}"
     if stored in ((*lead, n), (*lead, n, 1)):

@@ -24,7 +24,7 @@ class Fp8:
 
     def claims(self, headers: Headers, config: dict[str, Any]) -> Claims:
         block = config.get("weight_block_size")
-        if block is not None and not (isinstance(block, list) and [type(size) for size in block] == [int, int]):
+        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(_counts, block))):
             raise ModelError("quantization_config: weight_block_size", found=block, accepted="[128, 128]", next=REPAIR)
         found = floating.claim_all(headers, tuple(block) if block else None)
         kv.set_aside(found, headers)
@@ -32,6 +32,10 @@ class Fp8:
         names = {part for name in listed for part in _parts(name)}
         note_listed(found, lambda module: module in names or _expert_listed(module, listed))
         return found
+
+
+def _counts(size: object) -> bool:
+    return type(size) is int and size > 0
 
 
 def _parts(name: str) -> list[str]:

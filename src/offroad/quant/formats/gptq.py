@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, note_listed, scales
+from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, note_listed, scales, sizes
 from offroad.quant.formats.integers import FLOAT, affine, group_of, kind, nibbles, pairs, refuse_bits
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
@@ -79,8 +79,7 @@ def _rule(config: dict[str, Any], module: str, first: bool) -> _Rule:
 
 def _claim(headers: Headers, module: str, rule: _Rule) -> Claim:
     names = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales", "g_idx")}
-    expect(headers, names["qweight"], ("i32",))
-    words, n = headers[names["qweight"]].shape
+    words, n = sizes(headers, names["qweight"], ("i32",), 2)
     bits, k = rule.bits, words * 32 // rule.bits
     group = group_of(module, k, rule.size)
     expect(headers, names["scales"], FLOAT, (k // group, n))

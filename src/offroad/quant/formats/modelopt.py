@@ -30,7 +30,7 @@ class ModelOpt:
 
     def claims(self, headers: Headers, config: dict[str, Any]) -> Claims:
         layers = {name: values.get("quant_algo") for name, values in (config.get("quantized_layers") or {}).items()}
-        usual = _known("quant_algo", config.get("quant_algo"), _MIXED)
+        usual = _known("quant_algo", config.get("quant_algo") or "", _MIXED, "")  # none: only the cache is quantised
         named = {name: _known(f"quantized_layers[{name}]", algorithm) for name, algorithm in layers.items()}
         found = floating.claim_all(headers, None, "modelopt")
         kv.set_aside(found, headers)
@@ -48,12 +48,12 @@ class ModelOpt:
 
 
 def _known(where: str, algorithm: object, *more: str) -> str:
-    name = str(algorithm or "absent").upper()
+    name = str(algorithm).upper()
     if name not in (*_ALGORITHMS, *more):
         raise ModelError(
             f"quantization_config: {where} (modelopt)",
             found=algorithm or "absent",
-            accepted=", ".join((*_ALGORITHMS, *more)),
+            accepted=", ".join(filter(None, (*_ALGORITHMS, *more))),
             next="use a checkpoint that was quantised with one of these",
         )
     return name

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, note_listed
+from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, note_listed, sizes
 from offroad.quant.formats.floating import mxfp4
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
@@ -31,16 +31,15 @@ class Mxfp4:
 
 def _claim(headers: Headers, name: str) -> Claim:
     blocks, scale = f"{name}_blocks", f"{name}_scales"
-    shape, gate_up = headers[blocks].shape, name.endswith("gate_up_proj")
-    if len(shape) != 4 or shape[3] != 16 or gate_up and shape[1] % 2:
+    experts, rows, groups, size = sizes(headers, blocks, ("u8",), 4)
+    gate_up = name.endswith("gate_up_proj")
+    if size != 16 or gate_up and rows % 2:
         raise ModelError(
             f"tensor {blocks}",
-            found=f"shape {list(shape)}",
+            found=f"shape {list(headers[blocks].shape)}",
             accepted="[experts, rows, columns / 32, 16], with as many rows of gate as of up",
             next=REPAIR,
         )
-    experts, rows, groups, _ = shape
-    expect(headers, blocks, ("u8",))
     expect(headers, scale, ("u8", "f8_e8m0"), (experts, rows, groups))
 
     def decode(read: Read) -> Packed:
