@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ KINDS = {
     torch.float8_e4m3fn: "f8_e4m3",
     torch.float8_e8m0fnu: "f8_e8m0",
 }
+_LINEAR = re.compile(r"layers\..*(proj|proj_qkv|proj_z)\.weight$")  # neither routers and gates nor embeddings
 Encode = Callable[[str, torch.Tensor], Encoded | None]  # a module's name and weight; None: it stays as it is
 
 
@@ -89,7 +91,7 @@ def write(
     the meaning. `change` may rearrange the quantised tensors."""
     tensors, means = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
-        encoded = encode(name.removesuffix(".weight"), tensor) if name.endswith("proj.weight") else None
+        encoded = encode(name.removesuffix(".weight"), tensor) if _LINEAR.search(name) else None
         means[name] = tensor if encoded is None else encoded[1]
         tensors |= {name: tensor} if encoded is None else named(name.removesuffix("weight"), encoded[0])
     for kind, held in (("quantised", tensors if change is None else change(tensors)), ("meaning", means)):
