@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import encoders
 import pytest
 import torch
 from checkpoints import meaning, named, opened, random_weight
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from offroad.errors import ModelError
 
@@ -31,6 +34,21 @@ def test_scales_by_block_multiply_whatever_the_sizes(n, k, dtype):
     source, equal = one(encoders.fp8(random_weight(n, k), 128, 128, dtype=dtype, **INVERSE), BLOCKS)
     assert source.headers[f"{X}.weight"].kind == "fp8.block128x128"
     assert equal
+
+
+@pytest.mark.parametrize("powers", [False, True])
+def test_what_transformers_writes_is_what_transformers_reads(powers):
+    settings = SimpleNamespace(weight_block_size=[32, 48], scale_fmt="ue8m0" if powers else "float")
+    quantizer = SimpleNamespace(quantization_config=settings)
+    for name, w in (
+        (f"{X}.weight", random_weight(64, 96)),
+        ("m.experts.down_proj", random_weight(192, 48).view(3, 64, 48)),
+    ):
+        tensors = Fp8Quantize(quantizer).convert({name: w})
+        [scale] = (tensor for end, tensor in tensors.items() if end != name)
+        assert scale.dtype == (POWERS if powers else torch.float32)
+        expected = Fp8Dequantize(quantizer)._dequantize_one(tensors[name], scale, torch.float32)
+        assert torch.equal(meaning(opened(tensors, BLOCKS | {"weight_block_size": [32, 48]}), name), expected)
 
 
 @pytest.mark.parametrize(
