@@ -46,7 +46,6 @@ _SIZES = {
     "F8_E5M2": 1,
     "F8_E8M0": 1,
 }
-_SIDE_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _REPAIR = "download the file again"
 _HEADER_LIMIT = 100_000_000  # as in the safetensors library
 
@@ -77,15 +76,14 @@ def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The config with a `quantization_config` from a file of its own if it has none, as older tools write it."""
     if quantisation(config):
         return config
-    for name in _SIDE_FILES:
-        values = _optional(folder / name)
-        if name == "hf_quant_config.json" and isinstance(values.get("quantization"), dict):
-            values = {"quant_method": "modelopt", **values["quantization"]}
-        elif values and not (values.get("quant_method") or values.get("method")):
+    inner = _optional(folder / "hf_quant_config.json").get("quantization")
+    if isinstance(inner, dict):
+        return {**config, "quantization_config": {"quant_method": "modelopt", **inner}}
+    for name in ("quantize_config.json", "quant_config.json"):
+        if values := _optional(folder / name):
             awq = {"w_bit", "q_group_size", "zero_point"} & values.keys()
-            values = {"quant_method": "awq" if awq else "gptq", **values}
-        if values:
-            return {**config, "quantization_config": values}
+            method = values.get("quant_method") or values.get("method") or ("awq" if awq else "gptq")
+            return {**config, "quantization_config": {**values, "quant_method": method}}
     return config
 
 

@@ -30,7 +30,8 @@ class Fp8:
         kv.set_aside(found, headers)
         listed = config.get("ignored_layers") or config.get("modules_to_not_convert") or []
         names = {part for name in listed for part in _parts(name)}
-        note_listed(found, lambda module: module in names or _expert_listed(module, listed))
+        experts = [name for name in listed if ".experts" in name]
+        note_listed(found, lambda module: module in names or _expert_listed(module, experts))
         return found
 
 

@@ -53,7 +53,16 @@ class Gptq:
 def _override(config: dict[str, Any], module: str) -> dict[str, Any] | None:
     """What `dynamic` says of the module: the first expression that matches from its start; None: not quantised."""
     for pattern, values in (config.get("dynamic") or {}).items():
-        if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
+        try:
+            fits = re.match(pattern.removeprefix("-:").removeprefix("+:"), module)
+        except re.error as error:
+            raise ModelError(
+                "quantization_config: dynamic (gptq)",
+                found=f"{pattern!r}: {error}",
+                accepted="regular expressions after +: or -:",
+                next=REPAIR,
+            ) from error
+        if fits:
             return None if pattern.startswith("-:") else values
     return {}
 

@@ -29,7 +29,7 @@ KINDS = {
     torch.float8_e4m3fn: "f8_e4m3",
     torch.float8_e8m0fnu: "f8_e8m0",
 }
-_LINEAR = re.compile(r"layers\..*(proj|proj_qkv|proj_z)\.weight$")  # neither routers and gates nor embeddings
+_LINEAR = re.compile(r"(layers\..*(proj|proj_qkv|proj_z)|lm_head)\.weight$")  # neither routers and gates nor embeddings
 Encode = Callable[[str, torch.Tensor], Encoded | None]  # a module's name and weight; None: it stays as it is
 
 

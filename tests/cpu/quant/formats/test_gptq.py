@@ -150,6 +150,7 @@ def test_a_bias_stays_a_tensor():
     [
         ({}, {"bits": 3}, "bits .gptq, .*down_proj.; found: 3; accepted: 4, 8"),
         ({}, {"checkpoint_format": "marlin"}, "checkpoint_format .gptq.; found: marlin; accepted: gptq, gptq_v2"),
+        ({}, {"dynamic": {"-:(": {}}}, "dynamic .gptq.; found: '-:.': .*accepted: regular expressions"),
         ({}, {"group_size": 64}, "group_size of .*down_proj; found: 64, for 96 columns.*divides 96; next: quantise"),
         ({}, {"group_size": 0}, "found: 0, for 96"),
         ({}, {"group_size": 48}, r"down_proj.scales; found: shape \[3, 64\]; accepted: shape \[2, 64\]"),
