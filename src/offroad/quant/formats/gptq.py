@@ -82,8 +82,7 @@ def _rule(config: dict[str, Any], module: str, first: bool) -> _Rule:
     bits, size = values.get("bits", 4), values.get("group_size", 128)
     if bits not in _ONES:
         raise refuse_bits(f"gptq, {module}", bits, "4, 8")
-    desc_act = bool(values.get("desc_act", False)) and size != -1  # in a single group there is nothing to order
-    return _Rule(bits, size, bool(values.get("sym", True)), desc_act, first)
+    return _Rule(bits, size, bool(values.get("sym", True)), bool(values.get("desc_act", False)), first)
 
 
 def _claim(headers: Headers, module: str, rule: _Rule) -> Claim:
@@ -97,19 +96,25 @@ def _claim(headers: Headers, module: str, rule: _Rule) -> Claim:
     there = {part: name for part, name in names.items() if name in headers}
     if "g_idx" in there:
         expect(headers, names["g_idx"], ("i32", "i64"), (k,))
-    ordered = rule.desc_act and "g_idx" in there and group < k
+    several = "g_idx" in there and group < k  # in one group there is nothing to order
 
     def decode(read: Read) -> Packed:
         q = read(names["qweight"]).contiguous().view(torch.uint8).view(words, n, 4)
         q = q.transpose(0, 1).reshape(n, 4 * words)  # a byte holds one code of 8 bits, or the codes of two columns
-        perm = _order(read, names["g_idx"], group, rule.desc_act) if "g_idx" in there and group < k else None
+        perm = _order(read, names["g_idx"], group, rule.desc_act) if several else None
         if perm is not None:
             q = q[:, perm] if bits == 8 else pairs(nibbles(q)[:, perm])
         zero = None if rule.sym else _zeros(read(names["qzeros"]), rule)
         return affine(q, scales(read, names["scales"]).T.contiguous(), zero, k, bits, perm)
 
     name = "gptq" if bits == 4 else f"gptq{bits}"
-    return Claim(f"{module}.weight", (n, k), kind(name, bits, rule.size, group, ordered), tuple(there.values()), decode)
+    return Claim(
+        f"{module}.weight",
+        (n, k),
+        kind(name, bits, rule.size, group, several and rule.desc_act),
+        tuple(there.values()),
+        decode,
+    )
 
 
 def _zeros(words: torch.Tensor, rule: _Rule) -> torch.Tensor:

@@ -76,10 +76,11 @@ def test_columns_in_order_have_no_permutation(desc_act):
     assert torch.equal(meaning(source, f"{X}.weight"), expected)
 
 
-def test_one_group_has_no_order():
+@pytest.mark.parametrize(("size", "name"), [(-1, "channel"), (96, "g96")])
+def test_one_group_has_no_order(size, name):
     tensors, expected = encoders.gptq(W, group=-1)
-    source = checkpoint(tensors, group_size=-1, desc_act=True)
-    assert source.headers[f"{X}.weight"].kind == "affine4.gptq-channel"
+    source = checkpoint(tensors, group_size=size, desc_act=True)
+    assert source.headers[f"{X}.weight"].kind == f"affine4.gptq-{name}"
     assert torch.equal(meaning(source, f"{X}.weight"), expected)
 
 

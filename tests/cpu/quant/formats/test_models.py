@@ -172,3 +172,15 @@ def test_a_scale_that_is_no_number_stops_the_load(scheme, end, tiny, tmp_path):
     write(tiny("llama")[0], tmp_path, scheme.config, scheme.encode, spoil)
     with pytest.raises(ModelError, match=f"tensor {name}; found: a scale that is not finite"):
         LLM(str(tmp_path / "quantised"), device="cpu", dtype="float32")
+
+
+def test_an_fp8_weight_that_is_no_number_stops_the_load(tiny, tmp_path):
+    scheme, name = SCHEMES["fp8"], "model.layers.2.mlp.down_proj.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[name].view(torch.uint8)[3, 5] = 0xFF
+        return tensors
+
+    write(tiny("llama")[0], tmp_path, scheme.config, scheme.encode, spoil)
+    with pytest.raises(ModelError, match=f"tensor {name}; found: a non-finite weight"):
+        LLM(str(tmp_path / "quantised"), device="cpu", dtype="float32")
