@@ -58,19 +58,20 @@ def partly(name: str, w: torch.Tensor):
     return encoders.gptq(w, bits=8) if name.endswith("v_proj") else encoders.gptq(w, sym=False)
 
 
-def together(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The experts of each layer in one tensor, as gpt-oss has them; all else in fp32 still."""
+def together(tensors: dict[str, torch.Tensor], ends: dict[str, str], in_turns: bool) -> dict[str, torch.Tensor]:
+    """The experts of each layer in one tensor; `ends` are the new ends of names. Rows of gate and up stand in turns, as
+    gpt-oss has them, or all of gate comes first."""
     out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for at in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
-        for end, to in (("weight", "blocks"), ("scale", "scales")):
+        for end, to in ends.items():
             gate, up, down = (
                 torch.stack([tensors[f"{at}.experts.{e}.{p}_proj.{end}"] for e in range(8)])
                 for p in ("gate", "up", "down")
             )
-            rows = torch.stack((gate, up), dim=2).flatten(1, 2)  # gate, up, gate, up, ...
+            rows = torch.stack((gate, up), dim=2).flatten(1, 2) if in_turns else torch.cat((gate, up), dim=1)
             for name, tensor in (("gate_up_proj", rows), ("down_proj", down)):
-                shape = (*tensor.shape[:2], -1, 16) if to == "blocks" else tensor.shape
-                out[f"{at}.experts.{name}_{to}"] = tensor.reshape(shape)
+                shape = (*tensor.shape[:2], -1, 16) if to == "_blocks" else tensor.shape
+                out[f"{at}.experts.{name}{to}"] = tensor.reshape(shape)
     return out
 
 
@@ -107,12 +108,18 @@ SCHEMES = {
         {"quant_method": "mxfp4"},
         lambda name, w: encoders.mxfp4(w) if ".experts." in name else None,
         "fp4.mxfp4",
-        together,
+        lambda tensors: together(tensors, {"weight": "_blocks", "scale": "_scales"}, True),
+    ),
+    "fp8-together": Scheme(
+        {"quant_method": "fp8"},
+        lambda name, w: encoders.fp8(w, 1, w.shape[1], dtype=torch.bfloat16),
+        "fp8.channel",
+        lambda tensors: together(tensors, {"weight": "", "weight_scale": "_weight_scale"}, False),
     ),
 }
-CASES = [("llama", scheme) for scheme in SCHEMES if scheme != "mxfp4"]
+CASES = [("llama", scheme) for scheme in SCHEMES if scheme not in ("mxfp4", "fp8-together")]
 CASES += [(family, s) for family in ("qwen3_5", "qwen3_5_moe", "gemma4") for s in ("gptq", "fp8", "nvfp4")]
-CASES += [("qwen3_5_moe", "mxfp4"), ("qwen3_5_moe", "gptq-order")]
+CASES += [("qwen3_5_moe", scheme) for scheme in ("mxfp4", "fp8-together", "gptq-order")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
