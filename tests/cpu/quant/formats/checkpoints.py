@@ -84,6 +84,15 @@ def random_weight(n: int, k: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
+def experts(
+    encode: Callable[[torch.Tensor], Encoded], n: int, k: int, count: int = 3
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors of all experts [count, ...] and their meaning [count, n, k]."""
+    each = [encode(random_weight(n, k, seed)) for seed in range(count)]
+    tensors = {end: torch.stack([tensors[end] for tensors, _ in each]) for end in each[0][0]}
+    return tensors, torch.stack([expected for _, expected in each])
+
+
 def write(
     plain: Path, folder: Path, quantization: dict[str, Any], encode: Encode, change: Callable | None = None
 ) -> dict[str, torch.Tensor]:

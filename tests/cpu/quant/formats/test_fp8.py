@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import encoders
 import pytest
 import torch
-from checkpoints import meaning, named, opened, random_weight
+from checkpoints import experts, meaning, named, opened, random_weight
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from offroad.errors import ModelError
@@ -76,13 +76,6 @@ def test_static_scales_of_activations_are_set_aside(name):
     assert source.notes == ("static scales of activations are not used: activations keep their dtype",)
 
 
-def experts(encode, count: int = 3, n: int = 128, k: int = 192):
-    """Tensors of all experts [count, ...] and their meaning [count, n, k]."""
-    each = [encode(random_weight(n, k, seed)) for seed in range(count)]
-    tensors = {end: torch.stack([tensors[end] for tensors, _ in each]) for end in each[0][0]}
-    return tensors, torch.stack([expected for _, expected in each])
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "shape", "kind"),
     [
@@ -97,7 +90,7 @@ def experts(encode, count: int = 3, n: int = 128, k: int = 192):
 )
 @pytest.mark.parametrize("ending", ["_scale_inv", "_weight_scale", "_scale"])
 def test_all_experts_in_one_tensor(ending, rows, columns, shape, kind):
-    tensors, expected = experts(lambda w: encoders.fp8(w, rows, columns, name="s"))
+    tensors, expected = experts(lambda w: encoders.fp8(w, rows, columns, name="s"), 128, 192)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     held = {name: tensors["weight"], name + ending: tensors["s"].reshape(shape), f"{name}_input_scale": torch.ones(3)}
     source = opened(held, BLOCKS if columns == 128 else CONFIG)

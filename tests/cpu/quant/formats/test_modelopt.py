@@ -5,8 +5,7 @@ from __future__ import annotations
 import encoders
 import pytest
 import torch
-from checkpoints import meaning, named, opened, random_weight
-from test_fp8 import experts
+from checkpoints import experts, meaning, named, opened, random_weight
 
 from offroad.errors import ModelError
 
@@ -63,7 +62,7 @@ def test_nvfp4(algorithm, static, second):
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 1, 1)])
 def test_nvfp4_of_all_experts_in_one_tensor(shape):
-    tensors, expected = experts(encoders.nvfp4, n=32, k=48)
+    tensors, expected = experts(encoders.nvfp4, 32, 48)
     tensors["weight_scale_2"] = tensors["weight_scale_2"].reshape(shape)
     name = "model.layers.0.mlp.experts.down_proj"
     held = {name: tensors.pop("weight")} | named(f"{name}_", tensors)
