@@ -8,12 +8,22 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
+from offroad.quant.formats.awq import Awq
 from offroad.quant.formats.base import REPAIR, Claim, Format
 from offroad.quant.formats.fp8 import Fp8
+from offroad.quant.formats.gptq import Gptq
+from offroad.quant.formats.modelopt import ModelOpt
+from offroad.quant.formats.mxfp4 import Mxfp4
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers, Source, Stored, TensorHeader
 
-FORMATS: dict[str, Format] = {"fp8": Fp8()}
+FORMATS: dict[str, Format] = {
+    "awq": Awq(),
+    "fp8": Fp8(),
+    "gptq": Gptq(),
+    "modelopt": ModelOpt(),
+    "mxfp4": Mxfp4(),
+}
 
 
 def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -41,6 +51,7 @@ class Quantised:
             return self.base.read(name)
         packed = claim.decode(lambda tensor: self.base.read(tensor).data)
         assert (packed.n, packed.k) == (torch.Size(claim.shape[:-1]).numel(), claim.shape[-1]), claim.name
+        assert packed.perm is None or claim.kind.endswith("+order"), claim.name  # the plan must have known
         return Stored(self.headers[name], _numbers(packed), packed)
 
 
@@ -56,7 +67,7 @@ def quantised(source: Source) -> Source:
     config = quantisation(source.config)
     if config is None:
         return source
-    method = str(config.get("quant_method", "")).lower()
+    method = str(config.get("quant_method") or config.get("method") or "").lower()
     if method not in FORMATS:
         raise ModelError("quantization_config: quant_method", found=method or "absent", accepted=", ".join(FORMATS))
     form = FORMATS[method]
@@ -71,6 +82,15 @@ def quantised(source: Source) -> Source:
             next=REPAIR,
         )
     for claim in found.claims:
+        if claim.name in headers:
+            raise ModelError(
+                f"tensor {claim.name}",
+                found=f"it, and {claim.tensors[0]}",
+                accepted="a weight that is quantised or is not",
+                next=REPAIR,
+            )
         nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
+    if not found.claims:
+        found.notes.append(f"the config says that weights are quantised ({method}), and the file has none that are")
     return Quantised(source, {claim.name: claim for claim in found.claims}, headers, (*source.notes, *found.notes))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from offroad.errors import ModelError
+from offroad.weights.quantised import quantisation
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -71,6 +72,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a `quantization_config` from a file of its own if it has none, as older tools write it."""
+    if quantisation(config):
+        return config
+    inner = _optional(folder / "hf_quant_config.json").get("quantization")
+    if isinstance(inner, dict):
+        return {**config, "quantization_config": {"quant_method": "modelopt", **inner}}
+    for name in ("quantize_config.json", "quant_config.json"):
+        if values := _optional(folder / name):
+            awq = {"w_bit", "q_group_size", "zero_point"} & values.keys()
+            method = values.get("quant_method") or values.get("method") or ("awq" if awq else "gptq")
+            return {**config, "quantization_config": {**values, "quant_method": method}}
+    return config
+
+
 class SafetensorsSource:
     """A `Source` over a folder. Opening reads headers only; tensors come through memory maps."""
 
@@ -79,7 +95,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = read_json(folder / "config.json")
+        self.config = _with_side_file(folder, read_json(folder / "config.json"))
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.ndarray] = {}
         for file in self._files():
