@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from offroad.errors import SettingsError
+from offroad.speculate.config import speculation
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
@@ -40,6 +41,7 @@ class Settings:
     kv_cache_memory_bytes: int = 0
     memory_utilization: float = 0.8
     enable_prefix_caching: bool = True
+    speculative_config: str = ""
     checkpoint_interval: int = 1024
     checkpoint_memory_bytes: int = 0
     seed: int = 0
@@ -68,6 +70,7 @@ class Settings:
             ("kernel", all(entry.count("=") == 1 for entry in self.kernel), "op=kernel, e.g. linear=torch.linear"),
             ("log_level", self.log_level in ("debug", "info", "warning", "error"), "debug, info, warning, error"),
         ]
+        speculation(self.speculative_config)
         for name, ok, accepted in checks:
             if not ok:
                 raise SettingsError(f"--{name.replace('_', '-')}", found=getattr(self, name), accepted=accepted)

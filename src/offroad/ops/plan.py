@@ -22,6 +22,7 @@ from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, group
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
+from offroad.speculate.config import Speculation, speculation
 from offroad.weights.source import Headers
 
 BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
@@ -50,6 +51,7 @@ class Plan:
     bound: Roofline | None
     cells: dict[Cell, Choice]
     memory: Memory
+    drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
 
@@ -78,6 +80,7 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
+            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -275,7 +278,8 @@ def plan(
             accepted="a kernel for every layer, op and phase",
             next="--allow-reference runs them slowly; or choose another dtype or device",
         )
-    k = 0
+    drafter = speculation(settings.speculative_config)
+    k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
@@ -300,6 +304,7 @@ def plan(
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
         memory=divided.memory,
+        drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
