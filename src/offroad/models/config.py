@@ -15,6 +15,7 @@ HARMLESS = frozenset(
         "attention_probs_dropout_prob",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "compression_config",  # an old name of quantization_config
         "dtype",
         "eos_token_id",
         "id2label",

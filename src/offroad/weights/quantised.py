@@ -10,6 +10,7 @@ import torch
 from offroad.errors import ModelError
 from offroad.quant.formats.awq import Awq
 from offroad.quant.formats.base import REPAIR, Claim, Format
+from offroad.quant.formats.compressed_tensors import CompressedTensors
 from offroad.quant.formats.fp8 import Fp8
 from offroad.quant.formats.gptq import Gptq
 from offroad.quant.formats.modelopt import ModelOpt
@@ -19,6 +20,7 @@ from offroad.weights.source import Headers, Source, Stored, TensorHeader
 
 FORMATS: dict[str, Format] = {
     "awq": Awq(),
+    "compressed-tensors": CompressedTensors(),
     "fp8": Fp8(),
     "gptq": Gptq(),
     "modelopt": ModelOpt(),
@@ -27,9 +29,13 @@ FORMATS: dict[str, Format] = {
 
 
 def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The config's `quantization_config`, wherever it stands; None: the checkpoint is not quantised."""
+    """The config's `quantization_config`, wherever it stands; None: the checkpoint is not quantised.
+
+    The first compressed-tensors checkpoints call it `compression_config`.
+    """
     inner = config.get("text_config") or {}
-    return config.get("quantization_config") or inner.get("quantization_config") or None
+    named = [values.get(name) for name in ("quantization_config", "compression_config") for values in (config, inner)]
+    return next((values for values in named if values), None)
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,17 @@ def quantised(source: Source) -> Source:
             accepted=f"a quantised weight beside it ({method})",
             next=REPAIR,
         )
-    for claim in found.claims:
+    claims = [claim.measured(lambda tensor: source.read(tensor).data) for claim in found.claims]
+    for claim in claims:
         if claim.name in headers:
             raise ModelError(
                 f"tensor {claim.name}",
-                found=f"it, and {claim.tensors[0]}",
-                accepted="a weight that is quantised or is not",
+                found=f"there, and made by {claim.tensors[0]} too",
+                accepted="each weight once",
                 next=REPAIR,
             )
         nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
     if not found.claims:
         found.notes.append(f"the config says that weights are quantised ({method}), and the file has none that are")
-    return Quantised(source, {claim.name: claim for claim in found.claims}, headers, (*source.notes, *found.notes))
+    return Quantised(source, {claim.name: claim for claim in claims}, headers, (*source.notes, *found.notes))

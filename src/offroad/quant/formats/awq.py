@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import Claim, Claims, Read, expect, note_listed, scales, sizes
-from offroad.quant.formats.integers import FLOAT, affine, group_of, kind, nibbles, pairs, refuse_bits
+from offroad.quant.formats.base import FLOAT, Claim, Claims, Read, expect, note_listed, scales, sizes
+from offroad.quant.formats.integers import affine, group_of, kind, nibbles, pairs, refuse_bits
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
 

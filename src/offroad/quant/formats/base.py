@@ -7,7 +7,7 @@ config disagrees with them, the format says so in a note.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from offroad.errors import ModelError
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
 
+FLOAT = ("f32", "bf16", "f16")  # what scales are stored as
 Read = Callable[[str], torch.Tensor]  # a tensor of the file by name, in its own dtype
 REPAIR = "the file is damaged, or was written by a tool with other rules: quantise the model again, or report it"
 
@@ -28,7 +29,7 @@ class Claim:
     there. `kind` is `layout.detail`, the canonical layout and what a person calls the scheme ("affine4.w4a16-g128");
     it ends with "+order" if the weight has a `perm`.
     `tensors` are all that belong to it; `decode` reads what it needs of them and gives the canonical weight
-    [prod(shape[:-1]), shape[-1]].
+    [prod(shape[:-1]), shape[-1]]. Where headers cannot tell the shape, `measure` reads it from a tensor of metadata.
     """
 
     name: str
@@ -36,6 +37,11 @@ class Claim:
     kind: str
     tensors: tuple[str, ...]
     decode: Callable[[Read], Packed]
+    measure: Callable[[Read], tuple[int, ...]] | None = None
+
+    def measured(self, read: Read) -> Claim:
+        """The claim with the shape that its metadata say."""
+        return self if self.measure is None else replace(self, shape=self.measure(read), measure=None)
 
 
 @dataclass

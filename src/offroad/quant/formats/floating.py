@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, scales
+from offroad.quant.formats.base import FLOAT, REPAIR, Claim, Claims, Read, expect, scales
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
 
@@ -22,7 +22,7 @@ SUFFIXES = tuple(
 )
 _SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")  # all of them multiply
 _STATIC = ("input_scale", "activation_scale")
-FLOAT, BYTES, POWERS = ("f32", "bf16", "f16"), ("u8", "i8"), ("f8_e8m0", "u8")
+BYTES, POWERS = ("u8", "i8"), ("f8_e8m0", "u8")
 Block = tuple[int, int]
 
 

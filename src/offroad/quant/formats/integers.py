@@ -11,8 +11,6 @@ from offroad.errors import ModelError
 from offroad.quant.packed import Packed
 from offroad.quant.scheme import widen
 
-FLOAT = ("f16", "bf16", "f32")
-
 
 def group_of(tensor: str, k: int, size: object) -> int:
     """Columns of a group; a `group_size` of -1 is all k. Raises ModelError for one that leaves a rest."""

@@ -163,7 +163,7 @@ def test_a_bias_stays_a_tensor():
         ({"scales": None}, {}, "down_proj.scales; found: absent"),
         ({"g_idx": torch.zeros(95, dtype=torch.int32)}, {}, r"down_proj.g_idx; found: shape \[95\]"),
         ({"qweight": None}, {}, "down_proj.g_idx; found: no weight that it belongs to .3 of them"),
-        ({"weight": W}, {}, "down_proj.weight; found: it, and .*down_proj.qweight"),
+        ({"weight": W}, {}, "down_proj.weight; found: there, and made by .*down_proj.qweight"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, config, message):
