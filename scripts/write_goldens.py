@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests/cpu/ops")]
 
+import test_family_plans as families  # noqa: E402
 from real_specs import CONFIGS  # noqa: E402
 from test_plan import GOLDEN, golden  # noqa: E402
 
@@ -19,3 +20,8 @@ if __name__ == "__main__":
         for model in CONFIGS:
             (GOLDEN / f"{profile}.{model}.txt").write_text(golden(model, profile))
             print(f"{profile}.{model}")
+    families.GOLDEN.mkdir(exist_ok=True)
+    for device in families.GPUS:
+        for model in families.MODELS:
+            (families.GOLDEN / f"{device}.{model}.txt").write_text(families.golden(model, device))
+            print(f"{device}.{model}")

@@ -76,6 +76,13 @@ class Engine:
                 accepted="auto, cpu, cuda",
                 next=f"use `offroad plan --device {self.plan.device.name}`",
             )
+        if self.plan.ranks > 1:
+            raise PlanError(
+                "--tensor-parallel-size",
+                found=self.plan.ranks,
+                accepted="1: only plans are made for more so far",
+                next="use `offroad plan`, or one GPU",
+            )
         resolved, source = resolve_source(source)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)

@@ -104,24 +104,33 @@ class LLM:
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or several; `template` goes to the chat template."""
+        """Answers one conversation, or several. `template` goes to the chat template (`tools`, `enable_thinking`, ...),
+        and so do `chat_template_kwargs`, the name of the same thing in a request to the server.
+        """
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
         requests, texts = [], []
         for conversation, p in zip(conversations, params, strict=True):
-            rendered = self.template.render(conversation, **template)
+            rendered = self.template.render(conversation, **(chat_template_kwargs or {}), **template)
             ids, marks = encode_with_marks(self.tokenizer, rendered)
             requests.append(self._request(ids, marks, p))
             texts.append(rendered.text)
         return self._run(requests, texts, continues=False)
 
     def stream_chat(
-        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **template: Any,
     ) -> Iterator[StreamChunk]:
-        """Answers one conversation piece by piece; closing the iterator aborts the request."""
-        rendered = self.template.render(messages, **template)
+        """Answers one conversation piece by piece, as `chat`; closing the iterator aborts the request."""
+        rendered = self.template.render(messages, **(chat_template_kwargs or {}), **template)
         ids, marks = encode_with_marks(self.tokenizer, rendered)
         [params] = self._params(sampling_params, 1)
         yield from self._stream([self._request(ids, marks, params)], [rendered.text], continues=False)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from offroad.errors import SettingsError
+from offroad.speculate.config import speculation
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Settings:
     kernel: tuple[str, ...] = ()
     allow_reference: bool = False
     threads: int = 0
+    tensor_parallel_size: int = 1
     max_model_len: int = 0
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
@@ -39,6 +41,7 @@ class Settings:
     kv_cache_memory_bytes: int = 0
     memory_utilization: float = 0.8
     enable_prefix_caching: bool = True
+    speculative_config: str = ""
     checkpoint_interval: int = 1024
     checkpoint_memory_bytes: int = 0
     seed: int = 0
@@ -52,6 +55,7 @@ class Settings:
         checks: list[tuple[str, bool, str]] = [
             ("dtype", self.dtype in DTYPES, ", ".join(DTYPES)),
             ("kv_cache_dtype", self.kv_cache_dtype in KV_DTYPES, ", ".join(KV_DTYPES)),
+            ("tensor_parallel_size", 1 <= self.tensor_parallel_size <= 64, "1 to 64"),
             ("max_model_len", self.max_model_len >= 0, "0 (as large as fits) or a number of tokens"),
             ("max_num_seqs", 1 <= self.max_num_seqs <= 4096, "1 to 4096"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= 1, "1 or more"),
@@ -66,6 +70,7 @@ class Settings:
             ("kernel", all(entry.count("=") == 1 for entry in self.kernel), "op=kernel, e.g. linear=torch.linear"),
             ("log_level", self.log_level in ("debug", "info", "warning", "error"), "debug, info, warning, error"),
         ]
+        speculation(self.speculative_config)
         for name, ok, accepted in checks:
             if not ok:
                 raise SettingsError(f"--{name.replace('_', '-')}", found=getattr(self, name), accepted=accepted)

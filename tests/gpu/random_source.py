@@ -18,6 +18,7 @@ class RandomSource:
 
     path = Path("random")
     conventions: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: dict[str, Any], device: str) -> None:
         self.config, self.device = config, device

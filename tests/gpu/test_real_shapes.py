@@ -123,6 +123,7 @@ def test_real_shapes(name: str, monkeypatch):
     assert resumed >= 4032
     assert sum(a == b for a, b in zip(answer, again, strict=True)) >= 1
     assert abs(resident / planned - 1) < 0.03
+    assert abs(peak / memory.used - 1) < 0.03
     outputs = layer_outputs(gpu, prompt[:256])
     gpu.close()
     torch.cuda.empty_cache()

@@ -13,8 +13,10 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu"))
 from tiny_models import FAMILIES, write_tiny  # noqa: E402
 
 from offroad import LLM, PlanError, SamplingParams  # noqa: E402
+from offroad.quant.write import quantise  # noqa: E402
 from offroad.sample.sampler import Sampler  # noqa: E402
 from offroad.schedule.step import Start  # noqa: E402
+from offroad.weights.locate import open_path  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -42,6 +44,33 @@ def test_families(family: str, tmp_path: Path):
             assert result.outputs[0].token_ids == greedy(reference, ids, 16)
     assert llm.engine.stats().prefix_resumed_tokens > 0
     llm.engine.check()
+
+
+@pytest.mark.parametrize("kind", ["fp8_e5m2", "fp8_e4m3"])
+@pytest.mark.parametrize("family", ["llama", "gemma4_e"])
+def test_an_8_bit_cache_gives_the_tokens_that_it_gives_on_the_cpu(family: str, kind: str, tmp_path: Path):
+    write_tiny(family, tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [3 + i * 7 % 280 for i in range(length)]} for length in (5, 70, 150)]
+    answers = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(tmp_path), device=device, dtype="float32", allow_reference=True, kv_cache_dtype=kind)
+        answers.append([result.outputs[0].token_ids for result in llm.generate(prompts, params)])
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "gemma4"])
+def test_quantised_weights_give_the_tokens_that_they_give_on_the_cpu(family: str, tmp_path: Path):
+    write_tiny(family, tmp_path / "plain")
+    quantise(open_path(tmp_path / "plain"), tmp_path / "fp8", "fp8-block", lambda fraction, note: None)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    answers, layouts = [], []
+    for device in ("cpu", "cuda"):
+        llm = LLM(str(tmp_path / "fp8"), device=device, dtype="float32", allow_reference=True)
+        layouts.append(llm.engine.plan.layout(0, "linear:gate_up"))
+        answers.append(llm.generate({"prompt_token_ids": list(range(3, 90))}, params)[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    assert layouts[1] == "fp8"  # stays packed on a GPU
 
 
 def test_reference_kernels_must_be_allowed(tmp_path: Path):

@@ -46,6 +46,16 @@ Repeat = Annotated[
     int,
     typer.Option("--repeat", metavar="N", show_default=False, help="Rounds at each concurrency. (default: 3)", min=1),
 ]
+Turns = Annotated[
+    int,
+    typer.Option(
+        "--turns",
+        metavar="N",
+        show_default=False,
+        help="Measure a chat of N turns instead: what is resumed, and first tokens warm and cold.",
+        min=0,
+    ),
+]
 Output = Annotated[
     str | None, typer.Option("--output", help="Write the record to this file too.", metavar="FILE", show_default=False)
 ]
@@ -61,6 +71,7 @@ def bench(
     prompt_tokens: PromptTokens = 128,
     output_tokens: OutputTokens = 64,
     repeat: Repeat = 3,
+    turns: Turns = 0,
     output: Output = None,
     baseline: Baseline = None,
     json_output: Json = False,
@@ -71,16 +82,22 @@ def bench(
     """Measure latency and throughput.
 
     Time to the first token, time between tokens, decode and prefill speed, by concurrency. The record holds raw
-    samples, plan, command, commit and versions, so that a figure can be checked.
+    samples, plan, command, commit and versions, so that a figure can be checked. With --turns it is about one chat,
+    and --concurrency and --repeat do not matter.
     """
-    from offroad.evidence import perf
+    from offroad.evidence import perf, warmth
 
-    load = perf.Load(tuple(concurrency), prompt_tokens, output_tokens, repeat)
+    if turns and baseline:
+        raise SettingsError("--baseline", found="--turns", accepted="one of the two")
+    if turns:
+        load, way = warmth.Chat(turns, prompt_tokens, output_tokens), warmth
+    else:
+        load, way = perf.Load(tuple(concurrency), prompt_tokens, output_tokens, repeat), perf
     old = perf.read_record(Path(baseline)) if baseline else None
-    bencher = open_target(target, load, flags, config)
+    bencher = open_target(target, {} if turns else {"max_num_seqs": max(concurrency)}, flags, config)
     try:
-        points = perf.sweep(bencher, load, lambda note: print(note, file=sys.stderr, flush=True))
-        record = perf.record(bencher, load, points, command=["offroad", *sys.argv[1:]])
+        points = way.sweep(bencher, load, lambda note: print(note, file=sys.stderr, flush=True))
+        record = perf.record(bencher, load, points, ["offroad", *sys.argv[1:]]) | {"format": way.FORMAT}
     finally:
         bencher.close()
     if output:
@@ -89,13 +106,13 @@ def bench(
         json.dump(record | ({"ratios": perf.ratios(record, old)} if old else {}), sys.stdout, indent=1)
         print()
         return
-    print(perf.render(record))
+    print(way.render(record))
     if old:
         print("\n" + perf.render_ratios(record, old))
 
 
-def open_target(target: str, load: Any, flags: dict[str, Any], config: str | None) -> Any:
-    """A server behind an address, or the model loaded here."""
+def open_target(target: str, defaults: dict[str, Any], flags: dict[str, Any], config: str | None) -> Any:
+    """A server behind an address, or the model loaded here with `defaults` under the flags."""
     from offroad.evidence import perf
 
     if target.startswith(("http://", "https://")):
@@ -111,6 +128,6 @@ def open_target(target: str, load: Any, flags: dict[str, Any], config: str | Non
     from offroad.engine import Engine
     from offroad.settings import Settings
 
-    settings = Settings.resolve({"max_num_seqs": max(load.concurrency), **flags, "model": target}, config)
+    settings = Settings.resolve({**defaults, **flags, "model": target}, config)
     with LoadProgress() as progress:
         return perf.EngineTarget(Engine(settings, progress))

@@ -8,7 +8,7 @@ from typing import Annotated, TextIO
 import typer
 
 from offroad import __version__
-from offroad.cli import bench, doctor, plan, pull, rm, run, serve, show
+from offroad.cli import bench, doctor, plan, pull, quantize, rm, run, serve, show
 from offroad.cli import list as listing
 from offroad.cli.options import GroupedCommand
 from offroad.errors import OffroadError
@@ -47,6 +47,7 @@ def make_app() -> typer.Typer:
         ("show", show.show),
         ("rm", rm.rm),
         ("bench", bench.bench),
+        ("quantize", quantize.quantize),
         ("doctor", doctor.doctor),
     ):
         app.command(name, cls=GroupedCommand)(verb)

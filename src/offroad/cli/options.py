@@ -43,6 +43,8 @@ FLAGS: dict[str, Flag] = {
     "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
     "threads": Flag("speed", "CPU threads; 0: all cores.", "N"),
+    "speculative_config": Flag("speed", 'Drafts, e.g. {"method": "ngram", "num_speculative_tokens": 4}.', "JSON"),
+    "tensor_parallel_size": Flag("speed", "GPUs that share each layer; more than one only for `plan` so far.", "N"),
     "max_num_seqs": Flag("speed", "Most sequences that run at once.", "N"),
     "max_num_batched_tokens": Flag("speed", "Most tokens in one step.", "TOKENS"),
     "seed": Flag("speed", "Seed of requests that bring none.", "N"),

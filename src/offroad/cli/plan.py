@@ -13,8 +13,8 @@ from offroad.cli.options import ALL_GROUPS, Json, Model, with_settings
 def plan(model: Model, json_output: Json = False, *, flags: dict[str, Any], config: str | None) -> None:
     """Show what would run where, and why.
 
-    Prints the kernel of every layer and how memory would be divided. Needs no GPU: --device names a profile (see
-    `offroad doctor`). Exit code 3: some cell has no kernel, or the model does not fit.
+    MODEL may be a config.json alone. Prints the kernel of every layer and how memory would be divided. Needs no GPU:
+    --device names a profile (see `offroad doctor`). Exit code 3: some cell has no kernel, or the model does not fit.
     """
     from offroad.settings import Settings
 

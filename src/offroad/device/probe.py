@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from offroad.device.profile import DeviceProfile, load_profile
+from offroad.device.profile import GIB, DeviceProfile, compared, load_profile
 from offroad.errors import SettingsError
 from offroad.native.compile import find_compiler
 from offroad.settings import Settings
@@ -25,8 +25,8 @@ CPU_CAPABILITIES: dict[str, frozenset[str]] = {
 }
 
 _AMPERE = ("mma_f16", "mma_bf16", "mma_tf32", "mma_int8", "cp_async")
-_CONSUMER_BLACKWELL = (*_AMPERE, "mma_fp8", "mma_mxfp4", "mma_nvfp4", "tma")
-_DATACENTRE_BLACKWELL = (*_AMPERE, "mma_fp8", "tma", "tcgen05", "tcgen05_fp8", "tcgen05_nvfp4")
+_CONSUMER_BLACKWELL = (*_AMPERE, "cvt_e4m3", "mma_fp8", "mma_mxfp4", "mma_nvfp4", "tma")
+_DATACENTRE_BLACKWELL = (*_AMPERE, "cvt_e4m3", "mma_fp8", "tma", "tcgen05", "tcgen05_fp8", "tcgen05_nvfp4")
 
 # Units by compute capability, from NVIDIA's tables and from what ptxas assembles. On 9.0 fp8 is real in wgmma only.
 CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
@@ -36,8 +36,8 @@ CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
     (8, 0): _AMPERE,
     (8, 6): _AMPERE,
     (8, 7): _AMPERE,
-    (8, 9): (*_AMPERE, "mma_fp8"),
-    (9, 0): (*_AMPERE, "tma", "wgmma", "wgmma_fp8"),
+    (8, 9): (*_AMPERE, "cvt_e4m3", "mma_fp8"),
+    (9, 0): (*_AMPERE, "cvt_e4m3", "tma", "wgmma", "wgmma_fp8"),
     (10, 0): _DATACENTRE_BLACKWELL,
     (10, 3): _DATACENTRE_BLACKWELL,
     (12, 0): _CONSUMER_BLACKWELL,
@@ -85,15 +85,20 @@ def cuda_missing() -> str | None:
 
 
 def probe_cuda(index: int = 0) -> DeviceProfile:
-    """The profile of a CUDA device: sizes from torch, capabilities by compute capability; rates are not measured."""
+    """The profile of a CUDA device: sizes from torch, capabilities by compute capability, rates from the profile of its
+    kind. A device that shares the CPU's memory has what of it is available."""
     import torch
 
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    return DeviceProfile(
+    memory, notes = properties.total_memory, ()
+    if getattr(properties, "is_integrated", 0):
+        memory = min(memory, available_memory())
+        notes = (f"memory is shared with the CPU: {memory / GIB:.1f} GiB of it is available now",)
+    probed = DeviceProfile(
         name=properties.name,
         kind="cuda",
-        memory=properties.total_memory,
+        memory=memory,
         capabilities=cuda_capabilities(capability),
         compute_capability=capability,
         units=properties.multi_processor_count,
@@ -101,7 +106,16 @@ def probe_cuda(index: int = 0) -> DeviceProfile:
         l2=properties.L2_cache_size,
         toolchain=toolchain(cuda=torch.version.cuda),
         source="probe",
+        notes=notes,
     )
+    return compared(probed)
+
+
+def available_memory() -> int:
+    """Bytes that this process could still take of the machine's memory."""
+    import psutil
+
+    return min([psutil.virtual_memory().available, *memory_limits()])
 
 
 def cuda_capabilities(capability: tuple[int, int]) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -16,10 +16,11 @@ GIB = 1024**3
 class DeviceProfile:
     """Capabilities, sizes and rates of one device.
 
-    `capabilities` names instructions and units (`mma_f16`, `mma_bf16`, `mma_fp8`, `mma_nvfp4`, `cp_async`, `tma`,
-    `wgmma`; on CPUs `avx2`, `fma`, `avx512`, `avx512_bf16`, `amx`). `memory` and `shared_per_block` are bytes,
+    `capabilities` names instructions and units (`mma_f16`, `mma_bf16`, `mma_fp8`, `mma_nvfp4`, `cvt_e4m3`, `cp_async`,
+    `tma`, `wgmma`; on CPUs `avx2`, `fma`, `avx512`, `avx512_bf16`, `amx`). `memory` and `shared_per_block` are bytes,
     `bandwidth` bytes per second, `flops` dense operations per second by dtype. `toolchain` holds versions by name
-    (`cc`, `torch`, `triton`, `nvrtc`). `source` says where the values come from: `file`, `probe` or `user`.
+    (`cc`, `torch`, `triton`, `nvrtc`). `source` says where values come from: `file`, `probe` or `user`; `notes` say how
+    a probed device differs from the profile of its kind.
     """
 
     name: str
@@ -34,6 +35,7 @@ class DeviceProfile:
     l2: int = 0
     toolchain: tuple[tuple[str, str], ...] = ()
     source: str = "file"
+    notes: tuple[str, ...] = ()
 
     def has(self, capability: str) -> bool:
         return capability in self.capabilities
@@ -104,3 +106,24 @@ def parse_profile(text: str, where: str) -> DeviceProfile:
         l2=int(data.get("l2_mib", 0) * 1024**2),
         toolchain=tuple(sorted(data.get("toolchain", {}).items())),
     )
+
+
+def compared(probed: DeviceProfile) -> DeviceProfile:
+    """A probed device with the rates of the profile of its kind (same compute capability, and the nearest memory), and
+    notes on what differs; as it is if there is no such profile."""
+    kin = [load_profile(name) for name in profile_names()]
+    kin = [known for known in kin if known.kind == "cuda" and known.compute_capability == probed.compute_capability]
+    if not kin:
+        return replace(probed, notes=(*probed.notes, f"no profile of devices like {probed.name}: rates are unknown"))
+    known = min(kin, key=lambda profile: abs(profile.memory - probed.memory))
+    notes = [f"rates are those of the profile {known.name}; nothing was measured"]
+    for name, unit in (("units", "SMs"), ("shared_per_block", "bytes of shared memory a block"), ("l2", "bytes of L2")):
+        ours, theirs = getattr(probed, name), getattr(known, name)
+        if ours and theirs and abs(ours / theirs - 1) > 0.02:
+            notes.append(f"{probed.name} has {ours:,} {unit}; the profile {known.name} says {theirs:,}")
+    if not 0.9 < probed.memory / known.memory < 1.1:
+        notes.append(f"{probed.memory / GIB:.1f} GiB of memory; the profile {known.name} says {known.memory / GIB:.1f}")
+    if probed.capabilities != known.capabilities:
+        odd = ", ".join(sorted(probed.capabilities ^ known.capabilities))
+        notes.append(f"capabilities that only the device or the profile {known.name} names: {odd}")
+    return replace(probed, bandwidth=known.bandwidth, flops=known.flops, notes=(*probed.notes, *notes))

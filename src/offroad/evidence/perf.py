@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -186,7 +186,8 @@ class ServerTarget:
                 raise sample
         return samples
 
-    def _request(self, ids: list[int], output_tokens: int, began: float) -> Sample:
+    def stream(self, ids: list[int], output_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Events of one request's stream; `fields` are more of its body. Raises OffroadError."""
         from offroad.cli.backend import error_message, sse_events
 
         body = {
@@ -197,10 +198,8 @@ class ServerTarget:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **fields,
         }
-        if self.ids:
-            body["return_token_ids"] = True
-        sample, total = Sample(), 0
         with self.client.stream("POST", self.url + "/v1/completions", json=body) as response:
             if response.status_code != 200:
                 response.read()
@@ -208,11 +207,16 @@ class ServerTarget:
             for event in sse_events(response.iter_lines()):
                 if "error" in event:
                     raise OffroadError("the stream ended with an error", found=str(event["error"]))
-                for choice in event.get("choices", []):
-                    ids = choice.get("token_ids")
-                    if ids or (ids is None and choice.get("text")):
-                        sample.add(time.perf_counter() - began, len(ids) if ids else 1)
-                total = (event.get("usage") or {}).get("completion_tokens", total)
+                yield event
+
+    def _request(self, ids: list[int], output_tokens: int, began: float) -> Sample:
+        sample, total = Sample(), 0
+        for event in self.stream(ids, output_tokens, **({"return_token_ids": True} if self.ids else {})):
+            for choice in event.get("choices", []):
+                ids = choice.get("token_ids")
+                if ids or (ids is None and choice.get("text")):
+                    sample.add(time.perf_counter() - began, len(ids) if ids else 1)
+            total = (event.get("usage") or {}).get("completion_tokens", total)
         if not sample.arrivals or not total:
             raise OffroadError(
                 "a stream of the server",
@@ -282,7 +286,7 @@ def percentile(values: list[float], fraction: float) -> float:
     return ordered[max(0, -(-round(fraction * 1000) * len(ordered) // 1000) - 1)]
 
 
-def record(target: Target, load: Load, points: list[dict[str, Any]], command: list[str]) -> dict[str, Any]:
+def record(target: Target, load: Any, points: list[dict[str, Any]], command: list[str]) -> dict[str, Any]:
     """The evidence: what was run, of which commit, where, with what, and every sample."""
     versions = {name: package_version(name) for name in ("torch", "triton", "numpy")}
     return {

@@ -56,6 +56,7 @@ _MULTIMODAL = frozenset(
         "eoa_token_index",
         "eoi_token_id",
         "image_token_id",
+        "language_model_only",
         "text_config",
         "video_token_id",
         "vision_config",

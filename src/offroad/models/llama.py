@@ -84,7 +84,7 @@ class Llama:
         last = len(ops.layers) - 1
         for i, layer in enumerate(ops.layers):
             h = layer.attention_block(h, rows)
-            if i == last:  # nothing is stored after this: only the wanted tokens go on
+            if i == last and len(rows.wanted) < rows.tokens:  # nothing is stored after this: only those go on
                 h, residual = h[rows.wanted], residual[rows.wanted]
             h, residual = layer.mlp_block(h, residual)
             ops.observe(i, residual)

@@ -10,8 +10,8 @@ def attention(at: str, mixer: AttentionSpec, hidden: int, bias: bool = False) ->
     rows = mixer.kv_heads * mixer.head_dim
     names = "kv" if mixer.own_kv and not mixer.k_eq_v else "k" if mixer.own_kv else ""
     parts = ((f"{at}.q_proj", mixer.q_width), *((f"{at}.{name}_proj", rows) for name in names))
-    out = LinearSpec("o", ((f"{at}.o_proj", hidden),), mixer.heads * mixer.head_dim)
-    return LinearSpec("qkv", parts, hidden, bias), out
+    out = LinearSpec("o", ((f"{at}.o_proj", hidden),), mixer.heads * mixer.head_dim, split="columns")
+    return LinearSpec("qkv", parts, hidden, bias, split="rows"), out
 
 
 def qk_norms(at: str, mixer: AttentionSpec, transform: str = "") -> tuple[TensorSpec, ...]:
@@ -28,7 +28,8 @@ def norms(at: str, targets: dict[str, str], hidden: int, transform: str = "") ->
 def mlp(at: str, size: int, hidden: int) -> tuple[LinearSpec, ...]:
     """The linears of a gated mlp."""
     gate_up = ((f"{at}.gate_proj", size), (f"{at}.up_proj", size))
-    return LinearSpec("gate_up", gate_up, hidden), LinearSpec("down", ((f"{at}.down_proj", hidden),), size)
+    down = LinearSpec("down", ((f"{at}.down_proj", hidden),), size, split="columns")
+    return LinearSpec("gate_up", gate_up, hidden, split="rows"), down
 
 
 def experts(at: str, moe: MoeSpec, hidden: int) -> tuple[LinearSpec, ...]:
@@ -38,6 +39,6 @@ def experts(at: str, moe: MoeSpec, hidden: int) -> tuple[LinearSpec, ...]:
     down = tuple((f"{e}.down_proj", hidden) for e in each)
     grouped = dict(op="grouped_linear", experts=moe.experts)
     return (
-        LinearSpec("experts_gate_up", gate_up, hidden, fused=f"{at}.gate_up_proj", **grouped),
-        LinearSpec("experts_down", down, moe.size, fused=f"{at}.down_proj", **grouped),
+        LinearSpec("experts_gate_up", gate_up, hidden, fused=f"{at}.gate_up_proj", split="rows", **grouped),
+        LinearSpec("experts_down", down, moe.size, fused=f"{at}.down_proj", split="columns", **grouped),
     )

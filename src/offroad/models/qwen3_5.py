@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offroad.errors import ModelError
 from offroad.models import parts
 from offroad.models.config import Config
 from offroad.models.spec import (
@@ -82,21 +83,35 @@ def _attention(config: Config) -> AttentionSpec:
     heads, dim = config.get("num_attention_heads", int), config.get("head_dim", int, 256)
     parameters = dict(config.get("rope_parameters", dict, {}))
     config.expect_in("rope_parameters", parameters, "mrope_interleaved", True)
-    time, height, width = parameters.pop("mrope_section", None) or (11, 11, 10)
+    sections = _sections(parameters.pop("mrope_section", None) or [11, 11, 10])
     turned = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor", float, 0.25)
     config.get("partial_rotary_factor", float, None)
     base = float(parameters.pop("rope_theta", None) or config.get("rope_theta", float, 1e7))
-    rope = RopeSpec(int(dim * turned), base, config.scaling(parameters), (height, width))
+    rope = RopeSpec(int(dim * turned), base, config.scaling(parameters), sections)
     return AttentionSpec(
         heads, config.get("num_key_value_heads", int), dim, dim**-0.5, rope, qk_norm=True, output_gate=True
     )
 
 
+def _sections(found: Any) -> tuple[int, int]:
+    """Angles of the height and of the width stream; the rest are time's."""
+    if not isinstance(found, list) or [type(count) for count in found] != [int] * 3:
+        raise ModelError(
+            "config.json: rope_parameters.mrope_section", found=repr(found), accepted="three numbers of angles"
+        )
+    return found[1], found[2]
+
+
 def _delta_spec(config: Config) -> GatedDeltaSpec:
     gate = config.choice("output_gate_type", "swish", "swish", "silu", "sigmoid")
+    keys, values = config.get("linear_num_key_heads", int), config.get("linear_num_value_heads", int)
+    if keys < 1 or values % keys:
+        raise ModelError(
+            "config.json: field 'linear_num_value_heads'", found=str(values), accepted=f"a multiple of {keys} key heads"
+        )
     return GatedDeltaSpec(
-        config.get("linear_num_key_heads", int),
-        config.get("linear_num_value_heads", int),
+        keys,
+        values,
         config.get("linear_key_head_dim", int),
         config.get("linear_value_head_dim", int),
         config.get("linear_conv_kernel_dim", int),
@@ -106,9 +121,10 @@ def _delta_spec(config: Config) -> GatedDeltaSpec:
 
 def _ffn(config: Config, moe: bool) -> tuple[FfnSpec, MoeSpec | None]:
     """The dense mlp, or the shared expert and the experts."""
+    config.only(mlp_only_layers=[])  # dense checkpoints have it too
     if not moe:
         return FfnSpec(config.get("intermediate_size", int), "silu"), None
-    config.only(norm_topk_prob=True, mlp_only_layers=[], decoder_sparse_step=1)
+    config.only(norm_topk_prob=True, decoder_sparse_step=1)
     for name in ("intermediate_size", "router_aux_loss_coef", "output_router_logits"):
         config.read.add(name)  # training, or the size of layers that there are none of
     experts = MoeSpec(
@@ -156,9 +172,11 @@ class _Layers:
     def _delta(self, at: str, spec: GatedDeltaSpec):
         heads, width = spec.value_heads, spec.value_width
         linears = (
-            LinearSpec("qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden),
-            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden),
-            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width),
+            LinearSpec(
+                "qkvz", ((f"{at}.in_proj_qkv", spec.channels), (f"{at}.in_proj_z", width)), self.hidden, split="rows"
+            ),
+            LinearSpec("ba", ((f"{at}.in_proj_b", heads), (f"{at}.in_proj_a", heads)), self.hidden, split="rows"),
+            LinearSpec("o", ((f"{at}.out_proj", self.hidden),), width, split="columns"),
         )
         tensors = (
             TensorSpec(f"{at}.conv1d.weight", "conv", (spec.channels, 1, spec.kernel), "matrix"),
@@ -179,7 +197,7 @@ class _Layers:
             layers=(self.layer("mtp.layers.0", attention, first=1),),
             linears=(LinearSpec("fc", (("mtp.fc", self.hidden),), 2 * self.hidden),),
             tensors=tuple(TensorSpec(f"mtp.{name}.weight", name, (self.hidden,), "plus_one") for name in names),
-            present="mtp.fc.weight",
+            prefix="mtp.",
         )
 
 

@@ -164,6 +164,7 @@ class MoeSpec:
 class LinearSpec:
     """One linear of the running model, `[n, k]`; `parts`: the checkpoint modules stacked along n, with their rows.
 
+    Ranks of tensor parallelism divide its rows (of each part), its columns, or nothing, as `split` says.
     `op` says who reads it: "grouped_linear" holds the weights of `experts` experts one below the other. `fused` names a
     tensor [experts, n / experts, k] that a checkpoint may have instead of the parts.
     """
@@ -175,6 +176,7 @@ class LinearSpec:
     op: Literal["linear", "grouped_linear", "embed"] = "linear"
     experts: int = 0
     fused: str = ""
+    split: Literal["rows", "columns", "none"] = "none"
 
     @property
     def names(self) -> list[str]:
@@ -224,13 +226,13 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `present`: a tensor that is
-    there if and only if the drafter is."""
+    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `prefix`: how the names of
+    all its tensors begin; a checkpoint with one of them must have all."""
 
     layers: tuple[LayerSpec, ...]
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
-    present: str
+    prefix: str
 
 
 @dataclass(frozen=True)

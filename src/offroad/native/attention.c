@@ -12,7 +12,6 @@
 #define SPAN 512        /* positions per span: a multiple of KT */
 #define QR 48           /* (query, head) rows per task */
 #define MAX_DIM 256
-#define KV (KT / VL)
 
 typedef struct {
     int32_t row, head, first, count; /* queries [first, first + count) of the row */
@@ -63,7 +62,7 @@ INLINE void transpose_8x8(const float *const rows[8], int64_t d, float *to) {
 }
 #endif
 
-/* Keys as [dim][KT]; tiles are whole but for the last keys, which are 0. */
+/* Keys as [dim][KT]; behind the last key come 0s up to whole pairs of vectors, which is what is scored. */
 static void transpose(const float *k[KT], int64_t count, int64_t dim, float *to) {
     int64_t t = 0;
 #if VL >= 8
@@ -72,13 +71,13 @@ static void transpose(const float *k[KT], int64_t count, int64_t dim, float *to)
 #endif
     for (; t < count; t++)
         for (int64_t d = 0; d < dim; d++) to[d * KT + t] = k[t][d];
-    for (; t < KT; t++)
+    for (; t % (2 * VL); t++)
         for (int64_t d = 0; d < dim; d++) to[d * KT + t] = 0;
 }
 
-/* scores[rows][KT] = q[rows][dim] * keys[dim][KT], 2 vectors of keys at a time */
-INLINE void score(const int rows, const float *const q[], const float *keys, int64_t dim, float *scores) {
-    for (int c = 0; c < KV; c += 2) {
+/* scores[rows][count] = q[rows][dim] * keys[dim][count], 2 vectors of keys at a time; rows of both are KT long */
+INLINE void score(const int rows, const float *const q[], const float *keys, int64_t count, int64_t dim, float *scores) {
+    for (int c = 0; c * VL < count; c += 2) {
         vf acc[4][2];
         UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = splat(0);
         for (int64_t d = 0; d < dim; d++) {
@@ -123,7 +122,8 @@ INLINE void gather(const int rows, const float *weights, const float *const v[],
 /* Turns one row of scores into weights; keys [low, high) of the tile are visible. Returns the factor for older sums. */
 static float soften(float *s, int64_t low, int64_t high, float scale, float softcap, float *top, float *mass) {
     vf best = splat(-INFINITY), total = splat(0), cap = splat(softcap);
-    for (int c = 0; c < KV; c++) {
+    int64_t vecs = (high + VL - 1) / VL;
+    for (int c = 0; c < vecs; c++) {
         vf x = load(s + c * VL) * splat(scale);
         if (softcap != 0) {
             /* tanh(y) = 1 - 2 / (exp(2 y) + 1) */
@@ -132,9 +132,10 @@ static float soften(float *s, int64_t low, int64_t high, float scale, float soft
         }
         store(s + c * VL, x);
     }
-    for (int64_t t = 0; t < KT; t++)
-        if (t < low || t >= high) s[t] = -INFINITY;
-    for (int c = 0; c < KV; c++) best = max_(load(s + c * VL), best);
+    for (int64_t t = 0; t < low; t++) s[t] = -INFINITY;
+    for (int64_t t = high; t < vecs * VL; t++) s[t] = -INFINITY;
+    for (int64_t t = vecs * VL; t < KT; t++) s[t] = 0;
+    for (int c = 0; c < vecs; c++) best = max_(load(s + c * VL), best);
     float new_top = max_lanes(best);
     if (new_top < *top) new_top = *top;
     float keep = 0;
@@ -143,7 +144,7 @@ static float soften(float *s, int64_t low, int64_t high, float scale, float soft
         store(parts, exp_(splat(*top - new_top)));
         keep = parts[0];
     }
-    for (int c = 0; c < KV; c++) {
+    for (int c = 0; c < vecs; c++) {
         vf w = exp_(load(s + c * VL) - splat(new_top));
         store(s + c * VL, w);
         total += w;
@@ -176,10 +177,10 @@ static void attend(const attention_t *a, const unit_t *u, int64_t span, float *s
         for (int64_t r = 0; r < rows; r += 4) {
             float *s = scores + r * KT;
             switch (least(4, rows - r)) {
-            case 1: score(1, q + r, keys, a->dim, s); break;
-            case 2: score(2, q + r, keys, a->dim, s); break;
-            case 3: score(3, q + r, keys, a->dim, s); break;
-            default: score(4, q + r, keys, a->dim, s);
+            case 1: score(1, q + r, keys, shift + count, a->dim, s); break;
+            case 2: score(2, q + r, keys, shift + count, a->dim, s); break;
+            case 3: score(3, q + r, keys, shift + count, a->dim, s); break;
+            default: score(4, q + r, keys, shift + count, a->dim, s);
             }
         }
         for (int64_t r = 0; r < rows; r++) {

@@ -81,7 +81,10 @@ INLINE void chain(const weight_t *w, const int kind, const int tiles, int64_t ti
         }
         return;
     }
+    const int64_t size = kind == Q8 ? 1 : kind == BF16 ? 2 : 4, row = TILE * size;
     for (int64_t k = k0; k < k1; k++) {
+        if (k % (64 / row) == 0) UNROLL for (int t = 0; t < tiles; t++) /* the tiles to come, as above */
+            __builtin_prefetch((const char *)w->q + ((tile + t + tiles) * w->k + k) * row);
         vf xb = splat(x[k]);
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) {
             int64_t at = ((tile + t) * w->k + k) * TILE + v * VL;
@@ -100,14 +103,15 @@ INLINE void direct(const linear_t *job, const int kind, const int tiles, int64_t
     int64_t groups = affine ? w->k / w->group : 1;
     vf total[SIDE][NV], acc[SIDE][NV];
     UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) total[t][v] = splat(0);
-    for (int64_t k = 0, u = 0; k < w->k; k += w->unit, u++) {
+    for (int64_t k = 0, u = 0, group = 0, end = w->group; k < w->k; k += w->unit, u++) {
         chain(w, kind, tiles, tile, k, least(k + w->unit, w->k), job->x, acc);
+        if (affine && k == end) group++, end += w->group;
         UNROLL for (int t = 0; t < tiles; t++) UNROLL for (int v = 0; v < NV; v++) {
             if (!affine) {
                 total[t][v] += acc[t][v];
                 continue;
             }
-            int64_t at = ((tile + t) * groups + k / w->group) * TILE + v * VL;
+            int64_t at = ((tile + t) * groups + group) * TILE + v * VL;
             total[t][v] = fma_(acc[t][v], scale_at(w, w->s, at), total[t][v]);
             if (w->has_m) total[t][v] = fma_(splat(job->sums[u]), scale_at(w, w->m, at), total[t][v]);
         }

@@ -78,6 +78,7 @@ def pack(weight: Packed) -> Tiled:
     """A canonical weight (dense, affine4, affine8) in tiles. Whether it fits is `unfit`'s to say."""
     if isinstance(weight, Tiled):
         return weight
+    assert weight.perm is None, "the kernels read groups of neighbouring columns"
     reason = unfit(weight.layout, weight.k, weight.group)
     if reason is not None:
         raise PlanError("weight for the CPU kernels", found=reason, next="--kernel linear=torch.linear")

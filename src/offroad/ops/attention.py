@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offroad.models.spec import AttentionSpec
+from offroad.ops import kv
 from offroad.ops.spec import OpSpec, Tolerance
 from offroad.run.rows import PagedView, Rows
 
@@ -48,17 +49,17 @@ def visible_rows(
     if k is None:
         return first, *gather(view, slot, first, start + span.stop - span.start)
     old_k, old_v = gather(view, slot, first, start)
-    return first, torch.cat((old_k, k[span].to(old_k.dtype))), torch.cat((old_v, v[span].to(old_v.dtype)))
+    fresh_k, fresh_v = kv.as_stored(view, k[span], v[span])
+    return first, torch.cat((old_k, fresh_k)), torch.cat((old_v, fresh_v))
 
 
 def gather(view: PagedView, slot: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of positions [first, end) of a slot, [end - first, kv_heads, dim]."""
-    if end <= first:
-        return view.k[0, :0], view.v[0, :0]
     column = first // view.block
-    blocks = view.table[slot, column : (end - 1) // view.block + 1].long()
-    cut = slice(first - column * view.block, end - column * view.block)
-    return view.k[blocks].flatten(0, 1)[cut], view.v[blocks].flatten(0, 1)[cut]
+    blocks = view.table[slot, column : (end - 1) // view.block + 1 if end > first else column].long()
+    cut = slice(first - column * view.block, max(end, first) - column * view.block)
+    k, v = kv.read(view, blocks)
+    return k[cut], v[cut]
 
 
 def _row(
@@ -94,8 +95,7 @@ def store(view: PagedView, k: torch.Tensor, v: torch.Tensor, slot: int, start: i
     at = torch.arange(start, start + k.shape[0], device=k.device)
     blocks = view.table[slot, (at // view.block)].long()
     live = blocks > 0
-    view.k[blocks[live], (at % view.block)[live]] = k[live].to(view.k.dtype)
-    view.v[blocks[live], (at % view.block)[live]] = v[live].to(view.v.dtype)
+    kv.write(view, blocks[live], (at % view.block)[live], k[live], v[live])
 
 
 OPS = (OpSpec("attention", attention.__doc__ or "", attention, TOLERANCE),)

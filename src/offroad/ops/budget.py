@@ -9,10 +9,13 @@ from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
 from offroad.ops.cells import MODEL, Cell, Choice
+from offroad.quant.packed import group_of
+from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -112,34 +115,45 @@ def window_keep(spec: ModelSpec) -> int:
     return max((i.keep for i in _paged(spec, window=True)), default=0)
 
 
-def weight_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> int:
-    """Bytes of the packed weights: dense ones in `dtype`, others about as large as they are stored."""
+def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], dtype: str) -> dict[Cell, int]:
+    """Bytes of each packed weight by its decode cell: dense ones in `dtype`, others about as large as they are stored.
+
+    A rank's spec has its part of each weight, `headers` have the whole.
+    """
     outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
     linears = [(MODEL, linear) for linear in outside]
     linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
+    keys = {Cell(i, linear.use, "decode"): linear for i, linear in linears}
+    return {cell: _packed_bytes(cells[cell], linear, headers, dtype) for cell, linear in keys.items()}
+
+
+def tensor_bytes(spec: ModelSpec) -> int:
+    """Bytes of the tensors outside linears, in fp32."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
-    return sum(
-        _packed_bytes(cells[Cell(i, linear.use, "decode")], linear, headers, dtype) for i, linear in linears
-    ) + sum(4 * prod(tensor.shape) for tensor in tensors)
+    return sum(4 * prod(tensor.shape) for tensor in tensors)
 
 
 def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
-    return sum(int(h.nbytes * _growth(h.kind, choice.layout)) for h in stored)
+    whole = sum(prod(h.shape) for h in stored)
+    share = linear.n * linear.k / max(1, whole)
+    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1]) for h in stored) * share)
 
 
-def _growth(kind: str, layout: str) -> float:
-    """How much a weight grows from disk to memory: scales become fp32, CPU kernels widen what they do not have."""
+def _width(kind: str, layout: str, k: int) -> float:
+    """Bytes that a weight stored as `kind` takes in memory: its code, and its share of fp32 scales (and minima). CPU
+    kernels widen what they cannot read."""
     family, own = kind.partition(".")[0], layout.startswith("cpu.")
+    if family in ITEMSIZE_OF_KIND:
+        return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
+    group = 32 if family == "gguf" else group_of(kind, k)
     if family == "fp8":
-        return 4.0 if own else 1.04
+        return 4.0 if own else 1 + 4 / group
     if family == "fp4":
-        return 2.3 if own else 1.4
-    if family in ("gguf", "affine4", "affine8"):
-        return 1.25
-    return 2.0 if kind == "f16" else 1.0
+        return (1.0 if own else 0.5) + 4 / group
+    return (0.5 if layout_of((kind,)) == "affine4" and layout != "affine8" else 1.0) + 8 / group
 
 
 @dataclass(frozen=True)
@@ -191,7 +205,8 @@ def divide(
     # ceil((W - 1 + 2 (k + 1)) / B) + 1 for each sequence, twice: in prefill the old window stays until commit, and
     # what is not in use keeps the windows of marks for later prefix hits.
     window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
-    fixed = weights + workspace + slots * slot + window_blocks * window
+    tables = _table_bytes(spec, wanted + k + 1, slots, block)
+    fixed = weights + workspace + tables + slots * slot + window_blocks * window
     room = budget - fixed
     limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
     if settings.kv_cache_memory_bytes:
@@ -206,7 +221,7 @@ def divide(
         raise PlanError(
             f"memory for a context of {wanted} tokens",
             found=f"{max(room, 0):,} bytes for {fits} tokens after {fixed + places * each:,} bytes of weights, "
-            "windows, states and workspace",
+            "windows, states, tables and workspace",
             accepted=f"{need * history:,} bytes",
             next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
         )

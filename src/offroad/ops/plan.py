@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
+from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
+from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
+from offroad.speculate.config import Speculation, speculation
 from offroad.weights.source import Headers
 
 BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
@@ -44,8 +47,11 @@ class Plan:
     kv_bytes_per_token: int
     window_bytes: int
     state_bytes: int
+    ranks: int
+    bound: Roofline | None
     cells: dict[Cell, Choice]
     memory: Memory
+    drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
 
@@ -67,11 +73,14 @@ class Plan:
     def explain(self) -> str:
         """The plan for a person: budget, notes, then each op with its kernel and every refusal's reason."""
         m, mib = self.memory, 1024**2
+        held = (m.history_blocks - 1) * self.block
+        each = f", of each of {self.ranks} ranks" if self.ranks > 1 else ""
         lines = [
             f"model           {self.model} ({self.family}), context {self.max_len}, {self.max_num_seqs} sequences",
-            f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB",
+            f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
+            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -81,6 +90,8 @@ class Plan:
             f"checkpoints {m.checkpoints} x {m.checkpoint_bytes / 1024:.0f} KiB | "
             f"tables {m.tables / mib:.0f} MiB | workspace {m.workspace / mib:.0f} MiB | "
             f"headroom {m.headroom / mib:.0f} MiB",
+            f"room            {held:,} tokens of history: {held / self.max_len:.1f} sequences of the whole context",
+            f"bound           {_bound(self.bound, self.max_num_seqs)}",
             *(f"note            {note}" for note in self.notes),
         ]
         lines += explain_cells(self.cells)
@@ -104,6 +115,7 @@ class Plan:
                 "keep",
                 "kv_bytes_per_token",
                 "window_bytes",
+                "ranks",
                 "state_bytes",
                 "notes",
                 "fingerprint",
@@ -114,7 +126,23 @@ class Plan:
             "used": self.memory.used,
             "headroom": self.memory.headroom,
         }
-        return head | {"device": self.device.name, "memory": memory, "cells": cells_json(self.cells)}
+        bound = None if self.bound is None else asdict(self.bound)
+        return head | {
+            "device": self.device.name,
+            "memory": memory,
+            "bound_tokens_per_second": bound,
+            "cells": cells_json(self.cells),
+        }
+
+
+def _bound(bound: Roofline | None, sequences: int) -> str:
+    if bound is None:
+        return "unknown: the device's rates are not in its profile"
+    return (
+        f"at best {bound.decode:,.0f} tokens/s for one sequence at {CONTEXT:,} tokens of context, "
+        f"{bound.decode_all:,.0f} for {sequences}; prompts {bound.prefill:,.0f} (bytes and operations over the "
+        "profile's rates)"
+    )
 
 
 def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choice]]:
@@ -133,7 +161,7 @@ def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choic
 
 
 def layer_ranges(layers: list[int]) -> str:
-    """`0-2,4` for [0, 1, 2, 4]; `model` for what stands outside layers."""
+    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model` for what stands outside layers."""
     if layers == [MODEL]:
         return "model"
     parts: list[list[int]] = []
@@ -142,7 +170,11 @@ def layer_ranges(layers: list[int]) -> str:
             parts[-1][1] = layer
         else:
             parts.append([layer, layer])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    steps = {(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(parts)}
+    if len(parts) > 4 and len(steps) == 1:
+        return f"{texts[0]},{texts[1]},..{texts[-1]}"
+    return ",".join(texts)
 
 
 def explain_cells(cells: dict[Cell, Choice]) -> list[str]:
@@ -189,8 +221,34 @@ def choose_dtypes(config_dtype: str | None, device: DeviceProfile, settings: Set
             dtype = config_dtype
     elif dtype == "bfloat16" and device.kind == "cuda" and not device.has("mma_bf16"):
         raise PlanError("--dtype", found=dtype, accepted="float16, float32", next=f"{device.name} has no mma_bf16")
-    kv = dtype if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype
-    return dtype, kv, notes
+    kv, kv_notes = _kv_dtype(settings.kv_cache_dtype, dtype, device)
+    return dtype, kv, notes + kv_notes
+
+
+def _kv_dtype(asked: str, dtype: str, device: DeviceProfile) -> tuple[str, list[str]]:
+    """The KV cache's dtype (torch's name) and notes; "fp8" is e4m3 where the device converts it, else e5m2."""
+    if asked == "auto":
+        return dtype, []
+    if not asked.startswith("fp8"):
+        return asked, []
+    converts = device.kind == "cpu" or device.has("cvt_e4m3")
+    if asked == "fp8_e4m3" and not converts:
+        raise PlanError(
+            "--kv-cache-dtype",
+            found=f"fp8_e4m3 on {device.name}, which cannot convert e4m3 numbers",
+            accepted="fp8_e5m2, which fp16 units read by a shift, or auto",
+            next="--kv-cache-dtype fp8 takes what the device has",
+        )
+    kind = "e4m3fn" if asked == "fp8_e4m3" or (asked == "fp8" and converts) else "e5m2"
+    notes = []
+    if asked == "fp8":
+        why = (
+            ""
+            if converts
+            else f": {device.name} does not convert e4m3 numbers; rows are stored in 8 bits and widened when read"
+        )
+        notes.append(f"kv cache fp8 is {kind.removesuffix('fn')} here{why}")
+    return f"float8_{kind}", notes
 
 
 def plan(
@@ -204,6 +262,9 @@ def plan(
 ) -> Plan:
     """The plan, or PlanError that lists every unresolved cell with the reason of each candidate."""
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
+    ranks = settings.tensor_parallel_size
+    spec = shard(spec, ranks)
+    check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     cells: dict[Cell, Choice] = {}
     for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
@@ -217,9 +278,11 @@ def plan(
             accepted="a kernel for every layer, op and phase",
             next="--allow-reference runs them slowly; or choose another dtype or device",
         )
-    k = 0
-    weights = bytes_of.weight_bytes(spec, headers, cells, dtype)
+    drafter = speculation(settings.speculative_config)
+    k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
+    packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
+    weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
     values: dict[str, Any] = dict(
         model=name,
@@ -237,9 +300,12 @@ def plan(
         kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, dtypes),
         window_bytes=bytes_of.window_bytes(spec, dtypes),
         state_bytes=bytes_of.state_bytes(spec, dtypes, k),
+        ranks=ranks,
+        bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
         memory=divided.memory,
-        notes=(*notes, *spec.notes, *divided.notes),
+        drafter=drafter,
+        notes=(*notes, *device.notes, *spec.notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
 
@@ -248,6 +314,7 @@ def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> s
     """Names what computes: model spec, how weights are stored, kernels by cell, dtypes, block, toolchain versions. Not
     sizes of pools, nor the name that the model is served by."""
     named = {name: values[name] for name in ("dtype", "kv_dtype", "block", "k")}
+    named["ranks"] = values["ranks"]
     named["stored"] = sorted((header.name, header.kind, header.shape) for header in headers.values())
     named["toolchain"] = values["device"].toolchain
     named["cells"] = [

@@ -11,11 +11,11 @@ from offroad.device.profile import DeviceProfile
 from offroad.models.spec import AttentionSpec
 from offroad.ops import attention, linear
 from offroad.ops.spec import Bound, Problem, Registry, Verdict, refuse
-from offroad.quant.packed import Packed
+from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import layout_of
 from offroad.run.rows import PagedView, Rows
 
-REFERENCE_COST, TORCH_COST = 1000.0, 100.0
+REFERENCE_COST, TORCH_COST, WIDENED_COST = 1000.0, 100.0, 2000.0
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class TorchKernel:
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         verdict = self.test(device, problem)
-        return Verdict(verdict.ok, verdict.reason, self.cost, verdict.layout) if verdict.ok else verdict
+        cost = verdict.cost or self.cost
+        return Verdict(verdict.ok, verdict.reason, cost, verdict.layout) if verdict.ok else verdict
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.function
@@ -46,6 +47,9 @@ def _canonical(device: DeviceProfile, problem: Problem) -> Verdict:
 def _dense(device: DeviceProfile, problem: Problem) -> Verdict:
     if device.kind == "cuda" and problem.dtype == "bfloat16" and not device.has("mma_bf16"):
         return refuse("needs mma_bf16 for bfloat16; use --dtype float16")
+    packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
+    if packed and device.kind == "cuda":  # who has such a file has no memory for more: packed weights first
+        return Verdict(True, f"{packed[0]} widened to {problem.dtype}, through torch's GEMM", WIDENED_COST, "dense")
     return Verdict(True, "dense weights through torch's GEMM", layout="dense")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,3 +73,12 @@ def dequantise(packed: Packed) -> torch.Tensor:
 def spread(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
     """Scales by column [n, k] of scales by group [n, ceil(k / group)]; the last group may be short."""
     return scales.repeat_interleave(group, dim=1)[:, :k]
+
+
+def group_of(kind: str, k: int) -> int:
+    """Columns that share a scale in a weight stored as `kind` (`layout.detail`), of k columns; 1: not quantised."""
+    if found := re.search(r"-g(\d+)|block\d+x(\d+)", kind):
+        return int(found.group(1) or found.group(2))
+    if "mxfp" in kind:
+        return 32
+    return 16 if "nvfp4" in kind else k if kind.partition(".")[0] in PER_BYTE else 1

@@ -172,7 +172,7 @@ def widen(packed: Packed, group: int) -> Packed:
     if packed.layout == "affine4":
         q = tensors["q"]
         tensors["q"] = torch.stack((q & 15, q >> 4), dim=-1).reshape(packed.n, packed.k).view(torch.int8)
-    return _regroup(replace(packed, layout="affine8", tensors=tensors), group)
+    return regroup(replace(packed, layout="affine8", tensors=tensors), group)
 
 
 def fuse(parts: list[Packed]) -> Packed:
@@ -203,14 +203,14 @@ def _alike(parts: list[Packed]) -> list[Packed]:
     group = gcd(*groups)
     if len(layouts) > 1 or not ordered or any(part.k % part.group for part in parts if part.group != group):
         return [to_dense(part, torch.float32) for part in parts]
-    return parts if len(groups) == 1 else [_regroup(part, group) for part in parts]
+    return parts if len(groups) == 1 else [regroup(part, group) for part in parts]
 
 
 def _same_order(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return (a is None) == (b is None) and (a is None or torch.equal(a, b))
 
 
-def _regroup(part: Packed, group: int) -> Packed:
+def regroup(part: Packed, group: int) -> Packed:
     """The same values with scales for smaller groups."""
     times = part.group // group
     scales = {name: part.tensors[name].repeat_interleave(times, dim=1) for name in ("s", "m") if name in part.tensors}

@@ -13,21 +13,26 @@ from offroad.ops.plan import Plan
 from offroad.run.rows import PagedView, RingView, Rows, View
 from offroad.schedule.step import Kind, Step, Table
 
+_VERIFY = int(Kind.VERIFY)
+
 
 class Arrays:
     """`tokens` int64 [slots, max_len + k + 1] (prompt, then the pending token at `length`), `length` int64 [slots],
     `tables` int32 [slots, columns] by `Table`, the pages and rings of every layer's items, and checkpoints of rings.
 
-    Nothing is cleared: what lies at or past `length` is dead, block 0 and slot 0 are the bin.
+    `drafted` int64 [slots]: how many drafts stand behind the pending token. Nothing is cleared: what lies at or past
+    `length` is dead, block 0 and slot 0 are the bin.
     """
 
     def __init__(self, plan: Plan, spec: ModelSpec, device: torch.device) -> None:
         slots, self.device = plan.memory.slots, device
+        self.k = plan.k
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
         # On a CPU the same memory as an array: indexing it costs less than half of what a tensor's does.
         self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
+        self.drafted = np.zeros(slots, np.int64)
         self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
         self.streams = any(
             isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope.sections for layer in spec.layers
@@ -89,6 +94,7 @@ class Arrays:
             known = torch.from_numpy(np.ascontiguousarray(start.tokens, dtype=np.int64))
             self.tokens[start.slot, : len(known)] = known.to(self.device)
             self.length[start.slot] = start.length
+            self.drafted[start.slot] = 0
         if len(step.tables):
             edits = torch.from_numpy(step.tables.astype(np.int64))
             for table in Table:
@@ -106,18 +112,25 @@ class Arrays:
         self.tokens[at[0], at[1]] = drawn
 
     def rows(self, step: Step) -> Rows:
-        """The step's rows as tensors; `wanted` holds the last token of each row that wants something."""
-        slot, width, start = step.slot.astype(np.int32), step.width.astype(np.int32), self.length[step.slot]
-        end = width.cumsum(dtype=np.int32)
-        offset = end - width
+        """The step's rows as tensors. Where a row wants something, a chunk's last token is wanted, and all of a verify
+        row's: its pending one and its drafts."""
+        # Few operations: each runs cold after a forward pass, which has swept the CPU's caches.
+        slot, width, start = step.slot, step.width, self.length[step.slot]
+        verify = int(np.count_nonzero(step.kind == _VERIFY))
+        wanted_width = (step.wants > 0).astype(np.int32)
+        if self.k:  # verify rows come first, and their width is a bound
+            width = width.copy()
+            width[:verify] = np.minimum(width[:verify], 1 + self.drafted[slot[:verify]])
+            wanted_width[:verify] *= width[:verify]
+        end = width.cumsum(dtype=np.int64)
+        packed = np.empty((4, len(slot)), np.int32)
+        packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
         if end[-1] == len(width):  # every row has one token
             of_token, positions = slot, start
         else:
             of_token = np.repeat(slot, width)
-            positions = np.arange(end[-1]) + np.repeat(start - offset, width)
-        packed = np.stack((slot, start, width, offset), dtype=np.int32, casting="same_kind")
-        rows = torch.from_numpy(packed).to(self.device)
-        wanted_width = (step.wants > 0).astype(np.int32)
+            positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
+        slot_t, start_t, width_t, offset_t = torch.from_numpy(packed).to(self.device).unbind()
         if self.shared is not None:
             positions_t = torch.from_numpy(positions)
             ids = torch.from_numpy(self.shared[of_token, positions])
@@ -131,12 +144,33 @@ class Arrays:
             start=packed[1],
             width=packed[2],
             offset=packed[3],
-            slot_t=rows[0],
-            start_t=rows[1],
-            width_t=rows[2],
-            offset_t=rows[3],
-            verify=int(np.count_nonzero(step.kind == Kind.VERIFY)),
-            wanted=torch.from_numpy((end - 1)[step.wants > 0].astype(np.int64)).to(self.device),
+            slot_t=slot_t,
+            start_t=start_t,
+            width_t=width_t,
+            offset_t=offset_t,
+            verify=verify,
+            wanted=torch.from_numpy(_last(end, wanted_width)).to(self.device),
             wanted_width=wanted_width,
             streams=positions_t.expand(3, -1) if self.streams else None,
         )
+
+    def known(self, slot: int) -> np.ndarray:
+        """Tokens of a slot up to its pending one, int64 on the host."""
+        upto = int(self.length[slot]) + 1
+        return self.shared[slot, :upto] if self.shared is not None else self.tokens[slot, :upto].cpu().numpy()
+
+    def draft(self, slot: int, ids: np.ndarray) -> None:
+        """Puts drafts behind the pending token of a slot; those beyond the longest context have no place."""
+        first = int(self.length[slot]) + 1
+        ids = ids[: self.tokens.shape[1] - first]
+        self.drafted[slot] = len(ids)
+        if len(ids):
+            self.tokens[slot, first : first + len(ids)] = torch.from_numpy(ids.copy()).to(self.device)
+
+
+def _last(end: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Numbers of the last `count` tokens of each row that ends at `end`, int64."""
+    if count.max(initial=0) <= 1:
+        return end[count.nonzero()] - 1
+    total = count.cumsum()
+    return np.repeat(end - total, count) + np.arange(total[-1])

@@ -98,7 +98,8 @@ class Rows:
 class PagedView:
     """An item's pages as a kernel sees them: `k`, `v` [blocks, block, kv_heads, head_dim] (rows by position), `table`
     int32 [slots, columns]; block 0 is the bin: a column that holds 0 stores nothing that is ever read. `writable` is
-    False for a reader of another layer's item."""
+    False for a reader of another layer's item. Stored numbers of 8 bits are multiplied by `k_scale`, `v_scale` fp32
+    [kv_heads]; None: 1."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -106,6 +107,8 @@ class PagedView:
     block: int
     window: int | None = None
     writable: bool = True
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

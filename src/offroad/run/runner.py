@@ -16,10 +16,14 @@ from offroad.ops.plan import Plan
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Registry
 from offroad.run.arrays import Arrays
+from offroad.run.rows import Rows
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
+from offroad.speculate.ngram import propose
 from offroad.weights.load import Weights
+
+_LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
 
 
 def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
@@ -93,47 +97,76 @@ class Runner:
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
-        self.results.append(self._finish(step, ops, hidden))
+        self.results.append(self._finish(step, rows, ops, hidden))
         self.arrays.capture(step.captures, before)
+        if self.plan.drafter is not None:
+            self._propose(step)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
         return self.results.popleft()
 
-    def _finish(self, step: Step, ops: Ops, hidden: torch.Tensor) -> StepResult:
+    def _finish(self, step: Step, rows: Rows, ops: Ops, hidden: torch.Tensor) -> StepResult:
+        """Samples, verifies drafts and moves lengths."""
         count = len(step.slot)
-        arrays, wanting = self.arrays, np.flatnonzero(step.wants)
-        tokens = np.full((count, self.plan.k + 1), -1, np.int64)
-        bad = np.full(count, -1, np.int16)
-        after = arrays.length[step.slot] + step.width
-        chosen_logprobs = None
+        arrays, wanting = self.arrays, step.wants.nonzero()[0]
+        tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
+        tokens.fill(-1)
+        bad.fill(-1)
+        moved, chosen_logprobs, drafts = rows.width, None, 0
         if len(wanting):
             logits = ops.logits(hidden)
-            slots, positions = step.slot[wanting], after[wanting]
+            slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
+            of_row, place = wanting, 0
+            if (drafts := len(logits) - len(wanting)) > 0:
+                of_row, place, positions = _places(rows)
+                slots = step.slot[of_row]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
-            # A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn.
-            mark = hidden.float().sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
-            finite = np.isfinite(mark.cpu().numpy())
+            finite = self._finite(hidden, logits, drawn)
+            if drafts > 0:
+                moved = _moved(rows, drawn)
+                told = np.flatnonzero(place < moved[of_row])
+                of_row, place, slots, positions, finite = (x[told] for x in (of_row, place, slots, positions, finite))
+                drawn = drawn[torch.from_numpy(told).to(drawn.device)]
             arrays.put(slots, positions, drawn)
-            tokens[wanting, 0] = drawn.cpu().numpy()
+            tokens[of_row, place] = drawn.cpu().numpy()
             if not finite.all():
-                bad[wanting[~finite]] = self._bad_layers(step, wanting[~finite], ops)
-            if (step.wants & Want.LOGPROBS).any():
-                chosen_logprobs = self._logprobs(step, wanting, logits, drawn)
-        arrays.length[step.slot] = after
-        return StepResult(step.number, step.width.astype(np.int32), tokens, bad, chosen_logprobs)
+                broken = np.unique(of_row[~finite])
+                bad[broken] = self._bad_layers(step, broken, ops)
+            if (step.wants & _LOGPROBS).any():
+                chosen_logprobs = self._logprobs(step, rows, logits, tokens)
+        arrays.length[step.slot] = rows.start + moved
+        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafts)
+
+    def _propose(self, step: Step) -> None:
+        """Drafts for the rows whose pending token is known now."""
+        drafter = self.plan.drafter
+        for slot in step.slot[step.wants > 0].tolist():
+            ids = propose(self.arrays.known(slot), drafter.tokens, drafter.shortest, drafter.longest)
+            self.arrays.draft(slot, ids)
 
     @staticmethod
-    def _logprobs(step: Step, wanting: np.ndarray, logits: torch.Tensor, drawn: torch.Tensor) -> Logprobs:
-        """Log-probabilities for the rows that asked, in the step's row numbering."""
-        asked = np.flatnonzero(step.wants[wanting] & Want.LOGPROBS)
-        picked = torch.from_numpy(asked).to(logits.device)
-        found = logprobs(logits[picked], drawn[picked])
-        rows, count = wanting[asked], len(step.slot)
+    def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
+        """Which rows are finite: a NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was
+        drawn."""
+        hidden = hidden.float()
+        if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
+            return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
+        mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+        return np.isfinite(mark.cpu().numpy())
+
+    @staticmethod
+    def _logprobs(step: Step, rows: Rows, logits: torch.Tensor, tokens: np.ndarray) -> Logprobs:
+        """Log-probabilities of the one token of each row that asked, in the step's row numbering."""
+        asked = (step.wants & _LOGPROBS).nonzero()[0]
+        last = rows.wanted_width.cumsum()[asked] - 1
+        picked = torch.from_numpy(last).to(logits.device)
+        found = logprobs(logits[picked], torch.from_numpy(tokens[asked, 0]).to(logits.device))
+        count = len(step.slot)
         chosen = np.zeros(count, np.float32)
         top_ids = np.zeros((count, found.top_ids.shape[1]), np.int64)
         top = np.zeros((count, found.top.shape[1]), np.float32)
-        chosen[rows], top_ids[rows], top[rows] = found.chosen, found.top_ids, found.top
+        chosen[asked], top_ids[asked], top[asked] = found.chosen, found.top_ids, found.top
         return Logprobs(chosen, top_ids, top)
 
     def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
@@ -157,3 +190,26 @@ class Runner:
 
         self.model.forward(rows, replace(ops, observe=look))
         return bad.cpu().numpy()
+
+
+def _places(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each wanted token: its row, its number among the row's wanted ones, and the position that it draws for."""
+    count = rows.wanted_width
+    of_row = np.repeat(np.arange(len(count)), count)
+    place = np.arange(len(of_row)) - (count.cumsum() - count)[of_row]
+    first = rows.start + rows.width - count + 1
+    return of_row, place, first[of_row].astype(np.int64) + place
+
+
+def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
+    """By how much each row's length moves: a chunk by its width, a verify row by 1 and the drafts before the first one
+    that is not what was drawn for its position."""
+    moved = rows.width.copy()
+    ids, drawn_ids = rows.ids.cpu().numpy(), drawn.cpu().numpy()
+    first = rows.wanted_width.cumsum() - rows.wanted_width
+    for row in range(rows.verify):
+        drafts = rows.width[row] - 1
+        offset = rows.offset[row]
+        wrong = np.flatnonzero(ids[offset + 1 : offset + 1 + drafts] != drawn_ids[first[row] : first[row] + drafts])
+        moved[row] = 1 + (wrong[0] if len(wrong) else drafts)
+    return moved

@@ -61,5 +61,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     prefix_matched_tokens: int = 0
     prefix_resumed_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     steps: int = 0
     step_seconds: float = 0.0

@@ -51,6 +51,8 @@ class Scheduler:
                 "prefix_matched_tokens",
                 "prefix_resumed_tokens",
                 "preemptions",
+                "draft_tokens",
+                "accepted_draft_tokens",
             ),
             0,
         )
@@ -286,8 +288,11 @@ class Scheduler:
         assert number == step.number == result.number, "steps are committed in order"
         accepted, tokens, bad = result.accepted.tolist(), result.tokens.tolist(), result.bad_layer.tolist()
         events: list[TokenEvent] = []
+        self._counts["draft_tokens"] += result.drafted
         for i, row in enumerate(rows):
             job = row.seq
+            if row.kind == _VERIFY:
+                self._counts["accepted_draft_tokens"] += accepted[i] - 1
             if job.dead:
                 self.cache.commit(row, accepted[i])
                 continue

@@ -84,7 +84,7 @@ class StepResult:
 
     `tokens` int64 [rows, k + 1]: what was sampled; a row that wants nothing holds -1. A chunk with Want.SAMPLE samples
     one token, which becomes the pending token at the new length. `bad_layer` int16 [rows]: -1, or the first layer with
-    a non-finite value (the number of layers: the logits).
+    a non-finite value (the number of layers: the logits). `drafted`: drafts that the step looked at.
     """
 
     number: int
@@ -92,3 +92,4 @@ class StepResult:
     tokens: np.ndarray
     bad_layer: np.ndarray
     logprobs: Logprobs | None = None
+    drafted: int = 0

@@ -24,6 +24,8 @@ _COUNTERS = (
         "Prompt tokens not run again, since their state was found.",
     ),
     ("preemptions", "preemptions", "Sequences that gave up their memory and started again."),
+    ("spec_decode_draft_tokens", "draft_tokens", "Drafts that were looked at."),
+    ("spec_decode_accepted_tokens", "accepted_draft_tokens", "Drafts that were what the model said."),
     ("engine_steps", "steps", "Steps of the engine."),
     ("engine_step_seconds", "step_seconds", "Seconds spent in steps of the engine."),
 )

@@ -69,9 +69,8 @@ _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "tool_calls": ([],),
     "annotations": ([],),
-    "reasoning": (),
-    "reasoning_content": (),
 }
+_REASONING = ("reasoning_content", "reasoning")
 
 
 class _Strict(BaseModel):
@@ -90,17 +89,19 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """One message. `developer` is what newer clients call the system."""
+    """One message. `developer` is what newer clients call the system. The thoughts of an answer come back under either
+    name; templates keep or remove them."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates know it: content as one string."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"name": self.name} if self.name is not None else {})
+        """The message as chat templates know it, without fields that are null."""
+        message = self.model_dump(exclude_none=True)
+        return message | {"role": "system"} if self.role == "developer" else message
 
 
 class _Generation(_Strict):
@@ -293,6 +294,7 @@ def _checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
             found=kept["role"],
             accepted="system, developer, user, assistant",
         )
+    _check_reasoning(kept, param)
     content = kept.get("content")
     for i, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
@@ -304,6 +306,30 @@ def _checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
                 accepted="text",
             )
     return kept
+
+
+def _check_reasoning(message: dict[str, Any], param: str) -> None:
+    """Thoughts belong to answers. One that was all thoughts (cut off by max_tokens) has no content, made "" here."""
+    given = {name: message[name] for name in _REASONING if message.get(name) is not None}
+    if not given:
+        return
+    *_, name = given
+    if message.get("role") in ("system", "developer", "user"):
+        raise RequestError(
+            f"{param}.{name}",
+            param=f"{param}.{name}",
+            found=f"a message of role {message['role']}",
+            accepted="reasoning in messages of the assistant only",
+        )
+    if len(given) == 2 and given["reasoning"] != given["reasoning_content"]:
+        raise RequestError(
+            f"{param}.{name}",
+            param=f"{param}.{name}",
+            found="another text than in the other field",
+            accepted="one of reasoning_content and reasoning, or the same text in both",
+        )
+    if message.get("content") is None:
+        message["content"] = ""
 
 
 def _refusal(error: ValidationError) -> RequestError:

@@ -1,12 +1,7 @@
-"""Messages to prompt text by the model's Jinja template, with the places in it that are worth a prefix checkpoint.
-
-The environment is the one that `transformers` gives templates, so a template that works there works here.
-"""
+"""Messages to prompt text by the model's Jinja template, with the places in it that are worth a prefix checkpoint."""
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,73 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 
 from offroad.errors import RequestError, SettingsError
+from offroad.text.messages import extended, joined, prepared
+from offroad.text.template_env import MAX_CHARS, template_environment
 from offroad.text.tokenizer import Tokenizer
 from offroad.weights.source import TokenizerFiles
 
-MAX_CHARS = 16 * 2**20
 MAX_SECONDS = 10.0
-# Only the latest user turns are marked: earlier ones were the latest when they came, and each costs one rendering.
-MARKED_TURNS = 8
+# Only the latest turns are marked: earlier ones were the latest when they came, and each costs one rendering. Results
+# count apart: an agent's many must not displace the last user turn, where prompts part when thoughts are removed.
+MARKED_TURNS, MARKED_RESULTS = 8, 2
 _PROBE = "\u2063offroad\u2063"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt's text and, as ascending character offsets, the ends of its system part and of its user turns."""
+    """A prompt's text and, as ascending character offsets, the ends of its system part (with tools), of its user turns
+    and of its runs of tool results."""
 
     text: str
     marks: tuple[int, ...]
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks assistant tokens for training; here its body is rendered."""
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses products that would fill the memory: a template is code from a stranger."""
-
-    intercepted_binops = frozenset(["*", "**"])
-
-    def call_binop(self, context, operator, left, right):
-        sized = [x for x in (left, right) if isinstance(x, (str, list, tuple))]
-        count = [x for x in (left, right) if isinstance(x, int)]
-        if sized and count and len(sized[0]) * count[0] > MAX_CHARS:
-            raise jinja2.exceptions.SecurityError("the template repeats a value too often")
-        if operator == "**" and isinstance(right, int) and right > 1024:
-            raise jinja2.exceptions.SecurityError("the template raises to too high a power")
-        return super().call_binop(context, operator, left, right)
-
-
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own filter escapes HTML characters, which would change what the model reads.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message):
-    raise jinja2.exceptions.TemplateError(message)
-
-
-def _strftime_now(format):
-    return datetime.datetime.now().strftime(format)
-
-
-def _environment() -> _Environment:
-    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = _tojson
-    env.globals["raise_exception"] = _raise_exception
-    env.globals["strftime_now"] = _strftime_now
-    return env
 
 
 class ChatTemplate:
@@ -96,10 +45,11 @@ class ChatTemplate:
         self._tokens = {"bos_token": files.bos_token or "", "eos_token": files.eos_token or ""}
         self._template: jinja2.Template | None = None
         self._broken: str | None = None
+        self._knows_parts: dict[str, bool] = {}
         if self.source is None:
             return
         try:
-            self._template = _environment().from_string(self.source)
+            self._template = template_environment().from_string(self.source)
         except jinja2.TemplateError as e:
             if override is not None:
                 raise SettingsError("--chat-template does not compile", found=e, accepted="a Jinja template") from e
@@ -119,17 +69,11 @@ class ChatTemplate:
         if self._template is None:
             raise self._unusable()
         self._check(messages, add_generation_prompt, continue_final_message, kwargs)
-        ready = [_prepared(m, i) for i, m in enumerate(messages)]
         variables = {**self._tokens, **kwargs, "tools": [dict(t) for t in tools] if tools else None, "documents": None}
         deadline = time.monotonic() + MAX_SECONDS
+        ready = [self._suited(prepared(m, i)) for i, m in enumerate(messages)]
         if continue_final_message:
-            open_end = [*ready[:-1], {**ready[-1], "content": ready[-1]["content"] + _PROBE}]
-            text, found, _ = self._run(open_end, variables, False, deadline).rpartition(_PROBE)
-            if not found:
-                raise RequestError(
-                    "the chat template does not show the final message, so it cannot be continued",
-                    param="continue_final_message",
-                )
+            text = self._open_end(ready, variables, deadline)
         else:
             text = self._run(ready, variables, add_generation_prompt, deadline)
         return Rendered(text, self._marks(ready, text, variables, deadline))
@@ -173,6 +117,43 @@ class ChatTemplate:
                 accepted="a final assistant message with content",
             )
 
+    def _suited(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with its text parts as they are if the template knows parts in this role, else as one string."""
+        role = message["role"]
+        if isinstance(message["content"], str):
+            return message
+        if role not in self._knows_parts:
+            self._knows_parts[role] = self._shows_parts(role)
+        return message if self._knows_parts[role] else joined(message)
+
+    def _shows_parts(self, role: str) -> bool:
+        user, call = {"role": "user", "content": "x"}, {"id": "1", "function": {"name": "f", "arguments": {}}}
+        probe = {"role": role, "content": [{"type": "text", "text": _PROBE}]}
+        around = {"user": [probe], "assistant": [user, probe]}
+        around["tool"] = [
+            user,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {**probe, "tool_call_id": "1"},
+        ]
+        variables = {**self._tokens, "tools": None, "documents": None}
+        try:
+            text = self._run(around.get(role, [probe, user]), variables, False, time.monotonic() + MAX_SECONDS)
+        except RequestError:
+            return False
+        return _PROBE in text and f'"{_PROBE}"' not in text  # in quotes it is a list that was dumped
+
+    def _open_end(self, messages: list[dict], variables: dict, deadline: float) -> str:
+        """The prompt up to where the last message's content ends."""
+        # The space tells whether the template strips contents; if so the prompt ends without white space too.
+        open_end = [*messages[:-1], extended(messages[-1], _PROBE + " ")]
+        text, found, rest = self._run(open_end, variables, False, deadline).rpartition(_PROBE)
+        if not found:
+            raise RequestError(
+                "the chat template does not show the final message, so it cannot be continued",
+                param="continue_final_message",
+            )
+        return text if rest.startswith(" ") else text.rstrip()
+
     def _run(self, messages: list[dict], variables: dict, generation_prompt: bool, deadline: float) -> str:
         try:
             pieces, size = [], 0
@@ -199,26 +180,48 @@ class ChatTemplate:
     def _marks(self, messages: list[dict], text: str, variables: dict, deadline: float) -> tuple[int, ...]:
         """Ends of prefixes of `messages` whose rendering begins `text`. A prefix that the template refuses or renders
         in another way (tools moved, reasoning removed) has no mark: marks are advice only."""
-        lead = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-        found = {self._prefix_end(messages[:lead], text, variables, deadline) if lead else 0}
-        if found == {0}:
-            # No system message, or one that the template puts into the first user turn: find where that turn's text is.
-            probe = [*messages[:lead], {"role": "user", "content": _PROBE}]
-            found = {self._prefix_end(probe, text, variables, deadline, before=_PROBE)}
-        turns = [i + 1 for i, m in enumerate(messages) if m["role"] == "user"]
-        for end in turns[-MARKED_TURNS:]:
+        found = {self._system_end(messages, text, variables, deadline)}
+        for end in _turn_ends(messages):
             found.add(self._prefix_end(messages[:end], text, variables, deadline))
         return tuple(sorted(found - {0, len(text)}))
 
-    def _prefix_end(self, messages, text: str, variables: dict, deadline: float, before: str | None = None) -> int:
-        """Length of what `messages` render to (up to `before`), or 0 when `text` does not begin with it."""
+    def _system_end(self, messages: list[dict], text: str, variables: dict, deadline: float) -> int:
+        """Where the system part with the tools ends, 0 if there is none."""
+        lead = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+        if lead and (end := self._prefix_end(messages[:lead], text, variables, deadline)):
+            return end
+        # No system message, or a template that wants a user turn, maybe since the system part is inside it: find where
+        # the text of such a turn is, and by a second turn what comes between two texts: an end of turn and a header.
+        probe = {"role": "user", "content": _PROBE}
+        try:
+            before, _, end_of_turn = self._run([*messages[:lead], probe], variables, False, deadline).partition(_PROBE)
+        except RequestError:
+            return 0
+        if not text.startswith(before):
+            return 0
+        try:
+            twice = self._run([*messages[:lead], probe, probe], variables, False, deadline)
+        except RequestError:
+            twice = ""
+        between = twice.removeprefix(before + _PROBE).partition(_PROBE)[0]
+        system = before.removesuffix(between.removeprefix(end_of_turn))
+        return 0 if system == self._tokens["bos_token"] else len(system)
+
+    def _prefix_end(self, messages: list[dict], text: str, variables: dict, deadline: float) -> int:
+        """Length of what `messages` render to, or 0 when `text` does not begin with it."""
         try:
             prefix = self._run(messages, variables, False, deadline)
         except RequestError:
             return 0
-        if before is not None:
-            prefix = prefix.partition(before)[0]
         return len(prefix) if text.startswith(prefix) else 0
+
+
+def _turn_ends(messages: list[dict]) -> list[int]:
+    """How many messages there are up to the ends of the latest user turns and of the latest runs of tool results."""
+    roles = [message["role"] for message in messages]
+    users = [end for end, role in enumerate(roles, 1) if role == "user"]
+    results = [end for end, role in enumerate(roles, 1) if role == "tool" and roles[end : end + 1] != ["tool"]]
+    return [*users[-MARKED_TURNS:], *results[-MARKED_RESULTS:]]
 
 
 def encode_with_marks(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int], tuple[int, ...]]:
@@ -245,48 +248,3 @@ def _read_override(override: str | os.PathLike) -> str:
         raise SettingsError(
             "--chat-template", found=text, accepted="a readable file with a Jinja template, or the template itself"
         ) from e
-
-
-def _prepared(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message as templates expect it: content as one string, arguments of tool calls as an object."""
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(where, param="messages", found=message, accepted="an object with a role")
-    out = dict(message)
-    out["content"] = _content(message.get("content"), where)
-    if message.get("tool_calls"):
-        out["tool_calls"] = [_tool_call(call, where) for call in message["tool_calls"]]
-    return out
-
-
-def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    accepted = 'a string, or parts {"type": "text", "text": ...}'
-    if not isinstance(content, Sequence):
-        raise RequestError(f"{where}.content", param="messages", found=type(content).__name__, accepted=accepted)
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            found = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{where}.content", param="messages", found=found, accepted=accepted)
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise RequestError(f"{where}.tool_calls", param="messages", found=call, accepted="calls of functions")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as e:
-            raise RequestError(
-                f"{where}.tool_calls arguments", param="messages", found=arguments[:200], accepted="a JSON object"
-            ) from e
-    return {**call, "function": {**function, "arguments": arguments}}

@@ -35,7 +35,8 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id = self._id_of("bos_token", files.bos_token)
         eos = self._id_of("eos_token", files.eos_token)
-        self.eos_ids = tuple(files.eos_ids) or (() if eos is None else (eos,))
+        # The tokenizer's own ends a chat's turn; a config without a generation_config often names only that of pages.
+        self.eos_ids = tuple(dict.fromkeys([*files.eos_ids, *(() if eos is None else (eos,))]))
         self._add_bos = files.add_bos
         if files.add_bos and self.bos_id is None:
             raise ModelError("tokenizer adds a bos token but names none", accepted="a bos_token in the tokenizer files")

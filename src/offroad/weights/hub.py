@@ -18,6 +18,9 @@ _FILES = (
     "generation_config.json",
     "tokenizer*.json",
     "special_tokens_map.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
     "chat_template.json",
     "*.jinja",
 )

@@ -67,7 +67,8 @@ def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
 
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
     """The drafter, if the checkpoint has one."""
-    return spec.draft if spec.draft is not None and spec.draft.present in headers else None
+    there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
+    return spec.draft if there else None
 
 
 def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None = None) -> dict[str, tuple[int, ...]]:
@@ -88,7 +89,7 @@ def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None 
 
 
 def verify_headers(spec: ModelSpec, source: Source) -> None:
-    """Checks that need no data: each tensor is there, in shape and kind, and none is left over. Raises ModelError."""
+    """Each tensor is there, in shape and kind, and none is left over; reads no weights. Raises ModelError."""
     headers = source.headers
     expected = expected_tensors(spec, headers, draft_of(spec, headers))
     if missing := [name for name in expected if name not in headers]:
@@ -104,13 +105,19 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
     left = [
         name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
     ]
-    if left:
+    if left := [name for name in left if not _adds_nothing(name, expected, source)]:
         raise ModelError(
             "tensors that the model does not use",
             found=_some(left),
             accepted=f"those of a {spec.family} model",
             next="the checkpoint may compute something else; report the model",
         )
+
+
+def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Source) -> bool:
+    """A bias of zeros: AutoGPTQ gives one to every linear that it quantises, whether the model has one or not."""
+    module, dot, last = name.rpartition(".")
+    return last == "bias" and f"{module}{dot}weight" in expected and not source.read(name).data.any()
 
 
 def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:

@@ -62,12 +62,15 @@ def _demo(name: str, offline: bool, progress: Progress) -> Path:
 
 
 def open_path(path: Path) -> Source:
-    """A source over a folder or a GGUF file. Raises ModelNotFound for anything else."""
+    """A source over a folder, a GGUF file, or a config.json alone. Raises ModelNotFound for anything else."""
+    from offroad.weights.config_source import ConfigSource
     from offroad.weights.gguf_source import GgufSource
     from offroad.weights.safetensors_source import SafetensorsSource
 
     if path.is_file() and path.suffix == ".gguf":
         return GgufSource(path)
+    if path.is_file() and path.suffix == ".json":
+        return ConfigSource(path)
     if path.is_file():
         raise ModelNotFound(
             f"model file {path}",

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 
 from offroad.errors import ModelError
+from offroad.quant.formats.awq import Awq
 from offroad.quant.formats.base import REPAIR, Claim, Format
 from offroad.quant.formats.compressed_tensors import CompressedTensors
 from offroad.quant.formats.fp8 import Fp8
+from offroad.quant.formats.gptq import Gptq
+from offroad.quant.formats.modelopt import ModelOpt
+from offroad.quant.formats.mxfp4 import Mxfp4
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers, Source, Stored, TensorHeader
 
-FORMATS: dict[str, Format] = {"compressed-tensors": CompressedTensors(), "fp8": Fp8()}
+FORMATS: dict[str, Format] = {
+    "awq": Awq(),
+    "compressed-tensors": CompressedTensors(),
+    "fp8": Fp8(),
+    "gptq": Gptq(),
+    "modelopt": ModelOpt(),
+    "mxfp4": Mxfp4(),
+}
 
 
 def quantisation(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -46,6 +57,7 @@ class Quantised:
             return self.base.read(name)
         packed = claim.decode(lambda tensor: self.base.read(tensor).data)
         assert (packed.n, packed.k) == (torch.Size(claim.shape[:-1]).numel(), claim.shape[-1]), claim.name
+        assert packed.perm is None or claim.kind.endswith("+order"), claim.name  # the plan must have known
         return Stored(self.headers[name], _numbers(packed), packed)
 
 
@@ -61,7 +73,7 @@ def quantised(source: Source) -> Source:
     config = quantisation(source.config)
     if config is None:
         return source
-    method = str(config.get("quant_method", "")).lower()
+    method = str(config.get("quant_method") or config.get("method") or "").lower()
     if method not in FORMATS:
         raise ModelError("quantization_config: quant_method", found=method or "absent", accepted=", ".join(FORMATS))
     form = FORMATS[method]
@@ -86,4 +98,6 @@ def quantised(source: Source) -> Source:
             )
         nbytes = sum(source.headers[tensor].nbytes for tensor in claim.tensors)
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
+    if not found.claims:
+        found.notes.append(f"the config says that weights are quantised ({method}), and the file has none that are")
     return Quantised(source, {claim.name: claim for claim in claims}, headers, (*source.notes, *found.notes))

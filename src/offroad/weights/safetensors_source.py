@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from offroad.errors import ModelError
+from offroad.weights.quantised import quantisation
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -71,6 +72,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The config with a `quantization_config` from a file of its own if it has none, as older tools write it."""
+    if quantisation(config):
+        return config
+    inner = _optional(folder / "hf_quant_config.json").get("quantization")
+    if isinstance(inner, dict):
+        return {**config, "quantization_config": {"quant_method": "modelopt", **inner}}
+    for name in ("quantize_config.json", "quant_config.json"):
+        if values := _optional(folder / name):
+            awq = {"w_bit", "q_group_size", "zero_point"} & values.keys()
+            method = values.get("quant_method") or values.get("method") or ("awq" if awq else "gptq")
+            return {**config, "quantization_config": {**values, "quant_method": method}}
+    return config
+
+
 class SafetensorsSource:
     """A `Source` over a folder. Opening reads headers only; tensors come through memory maps."""
 
@@ -79,7 +95,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
-        self.config = read_json(folder / "config.json")
+        self.config = _with_side_file(folder, read_json(folder / "config.json"))
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.ndarray] = {}
         for file in self._files():
@@ -225,17 +241,25 @@ def tokenizer_files(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
     settings = _optional(folder / "tokenizer_config.json")
     special = _optional(folder / "special_tokens_map.json")
     generation = _optional(folder / "generation_config.json")
-    eos = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = eos if isinstance(eos, list) else [eos]
     return TokenizerFiles(
         tokenizer_json=(folder / "tokenizer.json").read_text(encoding="utf-8"),
         chat_template=_template(folder, settings),
         bos_token=_text(settings.get("bos_token", special.get("bos_token"))),
         eos_token=_text(settings.get("eos_token", special.get("eos_token"))),
-        eos_ids=tuple(i for i in ids if isinstance(i, int)),
+        eos_ids=_eos_ids(generation, config),
         add_bos=bool(settings.get("add_bos_token", False)),
         generation=generation,
     )
+
+
+def _eos_ids(generation: dict[str, Any], config: dict[str, Any]) -> tuple[int, ...]:
+    """All ids of the first of the three that names any; a multimodal config nests its text model's."""
+    text = config.get("text_config")
+    for values in (generation, config, text if isinstance(text, dict) else {}):
+        eos = values.get("eos_token_id")
+        if ids := tuple(i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)):
+            return ids
+    return ()
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from offroad.cli import doctor, serve, show
-from offroad.cli import main as cli
 from offroad.cli.environment import VARIABLES, in_force
 from offroad.cli.progress import LoadProgress
 from offroad.cli.table import size, table
@@ -19,20 +18,6 @@ from offroad.models.spec import AttentionSpec, FfnSpec, LayerSpec, ModelSpec, Ro
 from offroad.native.compile import CompileError
 from offroad.ops.spec import Registry, Verdict
 from offroad.weights.source import TensorHeader, TokenizerFiles
-
-
-@pytest.fixture
-def offroad(monkeypatch, capsys):
-    """Runs the command in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["offroad", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        captured = capsys.readouterr()
-        return caught.value.code or 0, captured.out, captured.err
-
-    return call
 
 
 def put(monkeypatch, name, **attributes):

@@ -1,9 +1,11 @@
 """Profiles that stand in for devices: every one loads, facts that plans rest on, and refusals."""
 
+from dataclasses import replace
+
 import pytest
 
 from offroad.device.probe import CPU_CAPABILITIES, CUDA_CAPABILITIES
-from offroad.device.profile import GIB, load_profile, parse_profile, profile_names
+from offroad.device.profile import GIB, compared, load_profile, parse_profile, profile_names
 from offroad.errors import SettingsError
 
 
@@ -84,3 +86,21 @@ def test_a_file_of_the_user(tmp_path):
 def test_bad_files_are_refused(text, message):
     with pytest.raises(SettingsError, match=message):
         parse_profile(text, "test")
+
+
+def test_a_probed_device_takes_the_rates_of_its_kind_and_tells_what_differs():
+    known = load_profile("rtx5090")
+    same = compared(replace(known, name="NVIDIA GeForce RTX 5090", bandwidth=0.0, flops=(), source="probe"))
+    assert (same.bandwidth, same.flops) == (known.bandwidth, known.flops)
+    assert same.notes == ("rates are those of the profile rtx5090; nothing was measured",)
+    other = compared(replace(known, units=150, memory=known.memory // 2, capabilities=frozenset({"mma_f16"}), flops=()))
+    text = "\n".join(other.notes)
+    assert "150 SMs; the profile rtx5090 says 170" in text
+    assert "GiB of memory" in text
+    assert "mma_fp8" in text
+    assert (
+        compared(replace(known, memory=96 * 1024**3)).notes[0].startswith("rates are those of the profile rtxpro6000")
+    )
+    unknown = compared(replace(known, compute_capability=(8, 6), bandwidth=0.0))
+    assert unknown.bandwidth == 0.0
+    assert "no profile of devices like" in unknown.notes[0]

@@ -237,7 +237,7 @@ def test_no_server_there():
 
 def test_engine_settings_and_an_address_do_not_go_together():
     with pytest.raises(SettingsError, match="max_num_seqs"):
-        bench.open_target("http://127.0.0.1:9", LOAD, {"max_num_seqs": 3}, None)
+        bench.open_target("http://127.0.0.1:9", {}, {"max_num_seqs": 3}, None)
 
 
 def test_the_commit_of_this_checkout():

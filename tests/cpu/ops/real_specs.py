@@ -6,6 +6,65 @@ from offroad.models.registry import resolve_model
 from offroad.models.spec import ModelSpec
 from offroad.weights.source import Headers, TensorHeader
 
+_QWEN3_5 = dict(  # the text part of 27B, as 3.5 publishes it
+    model_type="qwen3_5_text",
+    attention_bias=False,
+    attention_dropout=0.0,
+    attn_output_gate=True,
+    dtype="bfloat16",
+    eos_token_id=248044,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    hidden_size=5120,
+    initializer_range=0.02,
+    intermediate_size=17408,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=48,
+    linear_value_head_dim=128,
+    mamba_ssm_dtype="float32",
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    num_attention_heads=24,
+    num_hidden_layers=64,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-6,
+    rope_parameters=dict(
+        mrope_interleaved=True,
+        mrope_section=[11, 11, 10],
+        partial_rotary_factor=0.25,
+        rope_theta=10000000,
+        rope_type="default",
+    ),
+    use_cache=True,
+    vocab_size=248320,
+)
+
+
+def qwen3_5(architecture: str = "Qwen3_5ForConditionalGeneration", *, tied: bool = False, **text) -> dict:
+    """A multimodal config whose text part is that of 27B with changes; None takes a field out."""
+    values = _QWEN3_5 | text
+    layers = range(values["num_hidden_layers"])
+    values["layer_types"] = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in layers]
+    kind = values["model_type"].removesuffix("_text")
+    return dict(
+        architectures=[architecture],
+        model_type=kind,
+        image_token_id=248056,
+        video_token_id=248057,
+        vision_start_token_id=248053,
+        vision_end_token_id=248054,
+        tie_word_embeddings=tied,
+        transformers_version="4.57.0.dev0",
+        text_config={name: value for name, value in values.items() if value is not None},
+        vision_config=dict(depth=27, hidden_size=1152, intermediate_size=4304, model_type=kind, num_heads=16),
+    )
+
+
 CONFIGS = {
     "smollm2-135m": dict(
         architectures=["LlamaForCausalLM"],
@@ -55,6 +114,22 @@ CONFIGS = {
         rope_theta=1e6,
         tie_word_embeddings=False,
         hidden_act="silu",
+    ),
+    "qwen3_5-27b": qwen3_5(),
+    "qwen3_5-35b-a3b": qwen3_5(
+        "Qwen3_5MoeForConditionalGeneration",
+        model_type="qwen3_5_moe_text",
+        hidden_size=2048,
+        intermediate_size=None,
+        linear_num_value_heads=32,
+        moe_intermediate_size=512,
+        num_attention_heads=16,
+        num_experts=256,
+        num_experts_per_tok=8,
+        num_hidden_layers=40,
+        num_key_value_heads=2,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512,
     ),
 }
 

@@ -146,3 +146,9 @@ def test_a_named_fused_block_whose_parts_are_others_fails_the_plan():
     kernel = ["attention=torch.sdpa", "attention_block=cpu.attention_block"]
     with pytest.raises(PlanError, match=r"needs cpu\.attention for attention; the plan has torch\.sdpa"):
         make("smollm2-135m", load_profile("cpu-avx2"), kernel=kernel)
+
+
+def test_layers_that_come_back_regularly_are_short():
+    assert layer_ranges([i for i in range(64) if i % 4 == 3]) == "3,7,..63"
+    assert layer_ranges([i for i in range(64) if i % 4 != 3]) == "0-2,4-6,..60-62"
+    assert layer_ranges([0, 1, 3, 5, 7, 9, 11, 12]) == "0-1,3,5,7,9,11-12"

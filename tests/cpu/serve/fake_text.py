@@ -60,9 +60,9 @@ class FakeText:
         self.options = options | {"add": add_generation_prompt, "continue": continue_final_message}
         if messages[0]["content"] == "!bad":
             raise RequestError("the chat template refuses", param="messages")
-        text = "".join(m["content"] for m in messages)
-        ids = list(text.encode())
-        return Prompt(ids, text, (len(messages[0]["content"]),))
+        texts = [c if isinstance(c := m["content"], str) else "\n".join(p["text"] for p in c) for m in messages]
+        text = "".join(texts)
+        return Prompt(list(text.encode()), text, (len(texts[0]),))
 
     def prompt(self, text, add_special) -> Prompt:
         return Prompt(list(text.encode()), text)

@@ -11,6 +11,7 @@ from fake_engine import SlowLoad
 from offroad.serve import stream as streams
 
 ABC = [{"role": "user", "content": "abc"}]
+SAID = {"role": "assistant", "content": "x"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -101,6 +102,12 @@ REFUSED_CHAT = [
         "unsupported_content",
     ),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing_field"),
+    ({"messages": [ABC[0] | {"reasoning_content": "x"}]}, "messages.0.reasoning_content", "invalid_request"),
+    ({"messages": [ABC[0] | {"reasoning": ""}]}, "messages.0.reasoning", "invalid_request"),
+    ({"messages": [SAID | {"reasoning": 5}]}, "messages.0.reasoning", "invalid_value"),
+    ({"messages": [SAID | {"reasoning": "x", "reasoning_content": "y"}]}, "messages.0.reasoning", "invalid_request"),
+    ({"messages": [SAID | {"content": None}]}, "messages.0.content", "invalid_value"),
+    ({"messages": [{"reasoning": "x", "content": "x"}]}, "messages.0.role", "missing_field"),
     ({"messages": [{"role": "user", "content": "!bad"}]}, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages", "invalid_request"),
     ({"messages": [{"role": "user", "content": "x" * 512}]}, "messages", "context_length_exceeded"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
 from fake_engine import FakeEngine
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -16,8 +17,9 @@ from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m['content'] }}</>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{{ '<no thoughts>' if enable_thinking is defined and enable_thinking is false }}{% endif %}"
 )
 
 
@@ -49,6 +51,10 @@ def ask(stack, path: str, body: dict):
     return asyncio.run(main()), made.engine.seen[0]
 
 
+def shown_to_model(request) -> str:
+    return ModelText(files(), None).decode(request.prompt_ids)
+
+
 def test_chat_goes_through_template_tokenizer_and_back(stack):
     messages = [{"role": "system", "content": "be ö"}, {"role": "user", "content": "hi a"}]
     text = "<system>be ö</><user>hi a</><assistant>"
@@ -60,6 +66,38 @@ def test_chat_goes_through_template_tokenizer_and_back(stack):
     assert b"".join(bytes(entry["bytes"]) for entry in content) == (text * 2).encode()[:44]
     assert content[10]["token"] == " "
     assert content[11]["token"] == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "end"),
+    [
+        ({}, ""),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<no thoughts>"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ""),
+    ],
+)
+def test_variables_of_the_template_are_the_requests(stack, kwargs, end):
+    body = {"messages": [{"role": "user", "content": "hi a"}], "max_tokens": 1} | kwargs
+    _, request = ask(stack, "/v1/chat/completions", body)
+    assert shown_to_model(request) == "<user>hi a</><assistant>" + end
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"content": "a", "reasoning_content": "why ö"}, "(why ö)a"),
+        ({"content": "a", "reasoning": "why"}, "(why)a"),
+        ({"content": "a", "reasoning": "why", "reasoning_content": "why"}, "(why)a"),
+        ({"content": None, "reasoning": "why"}, "(why)"),
+        ({"reasoning_content": "why"}, "(why)"),
+        ({"content": "a", "reasoning": None, "reasoning_content": ""}, "a"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "reasoning": "why"}, "(why)a\nb"),
+    ],
+)
+def test_thoughts_of_an_answer_reach_the_template(stack, said, shown):
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", **said}, {"role": "user", "content": "r"}]
+    _, request = ask(stack, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+    assert shown_to_model(request) == f"<user>q</><assistant>{shown}</><user>r</><assistant>"
 
 
 def test_completion_stops_at_a_string_over_tokens(stack):

@@ -17,7 +17,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-MESSAGE_KEYS = st.sampled_from(["role", "content", "name", "tool_calls", "refusal", "mood", "type", "text"])
+MESSAGE_KEYS = st.sampled_from(
+    ["role", "content", "name", "tool_calls", "refusal", "mood", "type", "text", "reasoning", "reasoning_content"]
+)
 MESSAGES = st.lists(
     st.dictionaries(MESSAGE_KEYS, VALUES | st.sampled_from(["user", "assistant", "text"]), max_size=3), max_size=3
 )

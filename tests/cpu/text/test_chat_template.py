@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from small_tokenizers import byte_level, files
 
@@ -76,6 +74,21 @@ def test_a_system_part_inside_the_first_user_turn_is_marked():
     assert rendered.text[: rendered.marks[0]] == "[Be brief. "
 
 
+def test_a_system_part_of_the_templates_own_is_marked_and_a_bare_bos_is_not():
+    own = "{{ bos_token }}{% if tools %}[{{ tools | length }}]{% endif %}"
+    own += "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    assert template(own).render(TALK[1:2], tools=[{}]).marks == (len("<s>[1]"),)
+    assert template(own).render([*TALK[1:2], *TALK[1:2]]).marks == (len("<s><the cat>"),)
+
+
+def test_a_template_that_refuses_two_user_turns_is_marked_where_the_first_ones_text_is():
+    source = (
+        "{% if messages[0].role != 'user' or messages | length > 1 %}{{ raise_exception('one user turn') }}{% endif %}"
+        "{{ bos_token }}tools:{{ tools | length }}[{{ messages[0].content }}]."
+    )
+    assert template(source).render(TALK[1:2], tools=[{}]).marks == (len("<s>tools:1["),)
+
+
 def test_only_the_latest_turns_are_marked():
     talk = [{"role": r, "content": "x"} for _ in range(20) for r in ("user", "assistant")]
     assert len(template(CHATML).render(talk).marks) <= module.MARKED_TURNS + 1
@@ -104,22 +117,76 @@ def test_a_mark_inside_a_token_is_left_out():
     assert encode_with_marks(tokenizer, module.Rendered(text, tuple(inside)))[1] == ()
 
 
-def test_content_parts_are_joined_and_others_refused():
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+        "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}",
+        "{% for m in messages %}[{{ m.content if m.content is string else m.content | tojson }}]{% endfor %}",
+    ],
+)
+def test_content_parts_are_joined_for_templates_that_know_strings_only(source):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert shown("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    talk = [{"role": r, "content": parts} for r in ("system", "user", "assistant", "tool")]
+    assert shown(source, talk) == "[a\nb]" * 4
+
+
+def test_a_template_that_knows_parts_in_one_role_gets_them_there():
+    source = "{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+    source += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk = [{"role": r, "content": parts} for r in ("system", "user", "assistant")]
+    assert shown(source, talk) == "a\nb<a><b>a\nb"
+
+
+def test_content_other_than_text_is_refused():
     with pytest.raises(RequestError, match="image_url") as e:
         shown(CHATML, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
     assert e.value.param == "messages"
+    with pytest.raises(RequestError, match="found: int"):
+        shown(CHATML, [{"role": "user", "content": 5}])
 
 
-def test_tool_calls_reach_the_template_as_objects():
-    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}, "", " ", None, {}])
+def test_tool_calls_reach_the_template_as_objects(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    source = "{{ messages[0].content }}{{ messages[0].tool_calls[0].function.arguments.x }}"
-    assert shown(source, talk) == "1"
-    call["function"]["arguments"] = "{x"
-    with pytest.raises(RequestError, match="JSON"):
-        shown(source, talk)
+    source = "{% set m = messages[0] %}[{{ m.content }}]{% for call in m.tool_calls %}"
+    source += "{% for k, v in call.function.arguments | items %}{{ k }}={{ v + 1 }}{% endfor %}{% endfor %}"
+    assert shown(source, talk) == ("[]x=2" if arguments and "x" in arguments else "[]")
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ([{"function": {"name": "f", "arguments": "{x"}}], "JSON object"),
+        ([{"function": {"name": "f", "arguments": "[1]"}}], "JSON object"),
+        ([{"function": {"name": "f", "arguments": 7}}], "JSON object"),
+        ([{"name": "f"}], "calls of functions"),
+        (7, "a list of calls"),
+        ("f", "a list of calls"),
+    ],
+)
+def test_tool_calls_of_another_form_are_refused(calls, said):
+    with pytest.raises(RequestError, match=said) as e:
+        shown("", [{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert e.value.param == "messages"
+
+
+def test_a_call_without_arguments_has_none():
+    talk = [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert shown("{{ messages[0].tool_calls[0].function.arguments }}", talk) == "{}"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_reaches_the_template_under_the_names_that_templates_read(name):
+    said = {"role": "assistant", "content": "a", name: "why", "reasoning_content" if name == "reasoning" else "x": None}
+    assert shown("{{ messages[0].reasoning_content }} {{ messages[0].thinking }}", [said]) == "why why"
+
+
+def test_fields_that_are_null_are_left_out():
+    said = {"role": "assistant", "content": "a", "tool_calls": None, "name": None, "reasoning_content": None}
+    assert shown("{{ messages[0] | list | sort | join(' ') }}", [said]) == "content role"
 
 
 def test_the_final_message_is_continued():
@@ -149,6 +216,9 @@ def test_without_a_template_the_next_step_is_named():
         "{{ 'x' * 10000000000 }}",
         "{{ 2 ** 100000000 }}",
         "{% for i in range(1000000000) %}{% endfor %}",
+        "{% set n = namespace(__class__=1) %}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ dict.pop(messages[0], 'role') }}",
     ],
 )
 def test_errors_of_a_template_are_the_requests(source):
@@ -187,10 +257,20 @@ def test_override(tmp_path):
         template(None, override="{% if %}{{ x }}")
 
 
-def test_same_rendering_as_transformers():
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML + "{% for t in tools or [] %}\n  {{- t | tojson(indent=2) }}{% endfor %}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% for m in messages %}{% generation %}{{ loop.index }}{{ m.role }}\n{% endgeneration %}\n{% endfor %}",
+        "{% set n = namespace(self=1, items=2) %}{% set n.a = n.self + n.items %}{{ n.a }}{{ dict(a=1).a }}",
+        "{{ dict.fromkeys(['a', 'b'], 3) }}{{ tools[0].function | tojson(sort_keys=true, separators=(',', ':')) }}",
+        "  {% for m in messages %}\n    {{ loop.previtem.role if loop.previtem }}{{ m.role }}\n  {% endfor %}\n",
+    ],
+)
+def test_same_rendering_as_transformers(source):
     render = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
     tools = [{"type": "function", "function": {"name": "ä", "parameters": {"type": "object", "properties": {}}}}]
-    source = CHATML + "{% for t in tools or [] %}\n  {{- t | tojson(indent=2) }}{% endfor %}"
     theirs, _ = render([TALK], tools=tools, chat_template=source, add_generation_prompt=True, bos_token="<s>")
     assert shown(source, tools=tools) == theirs[0]
-    assert json.dumps("ä", ensure_ascii=False) in theirs[0]
+    assert theirs[0].strip()

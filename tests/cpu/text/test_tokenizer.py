@@ -90,6 +90,8 @@ def test_eos_ids():
     text = byte_level()
     assert Tokenizer(files(text)).eos_ids == (1,)
     assert Tokenizer(files(text, eos_ids=(1, 2))).eos_ids == (1, 2)
+    assert Tokenizer(files(text, eos_ids=(5, 2))).eos_ids == (5, 2, 1)
+    assert Tokenizer(files(text, eos_ids=(5, 5), eos_token=None)).eos_ids == (5,)
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply():

@@ -9,14 +9,17 @@ import pytest
 import tokenizers
 import torch
 from gguf_files import HEAD_DIM, byte_vocab, piece_vocab, write_gguf
+from safetensors.torch import load_file
 
 from offroad.errors import ModelError
 from offroad.models.registry import resolve_model
 from offroad.quant.packed import dequantise
 from offroad.quant.scheme import canonical
+from offroad.quant.write import quantise
 from offroad.weights.gguf_source import GgufSource
 from offroad.weights.gguf_tokenizer import merges_by_score
 from offroad.weights.load import verify_headers
+from offroad.weights.locate import open_path
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
@@ -269,3 +272,12 @@ def test_a_vocabulary_without_tokens_is_refused(tmp_path):
     write_gguf(tmp_path / "m.gguf", skip=("tokens",))
     with pytest.raises(ModelError, match="tokenizer.ggml.tokens.*absent"):
         GgufSource(tmp_path / "m.gguf").tokenizer()
+
+
+def test_a_gguf_s_norms_lose_the_one_that_the_model_adds(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "gemma3", kind="Q8_0")
+    source = open_path(tmp_path / "m.gguf")
+    quantise(source, tmp_path / "q", "fp8-block", lambda fraction, note: None)
+    written = load_file(tmp_path / "q" / "model.safetensors")
+    for name in ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight"):
+        torch.testing.assert_close(written[name] + 1.0, source.read(name).data.float())

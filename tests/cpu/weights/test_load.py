@@ -133,7 +133,7 @@ def test_gguf_layouts_plus_one_and_packers(tmp_path):
             r"up_proj.weight; found: shape \[5, 64\]; accepted: shape \[96, 64\]",
         ),
         (
-            {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)},
+            {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)},
             r"does not use; found: model.layers.0.self_attn.q_proj.bias",
         ),
         ({f"extra.{i}": torch.zeros(1) for i in range(8)}, r"extra.4 and 3 more"),

@@ -83,6 +83,7 @@ def test_hub_safetensors(tmp_path, fake_hub):
     kind, repo, revision, patterns, local = asked[1]
     assert (kind, repo, revision, local) == ("snapshot", "org/name", "v1", False)
     assert {"*.safetensors", "config.json", "*.jinja"} <= set(patterns)
+    assert {"hf_quant_config.json", "quantize_config.json", "quant_config.json"} <= set(patterns)
     assert not any("gguf" in pattern or "bin" in pattern for pattern in patterns)
     assert 0.4 in notes
 

@@ -150,6 +150,32 @@ def test_tokenizer_files(tmp_path):
     assert (files.chat_template, files.eos_ids) == ("{{ jinja }}", (2,))
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "ids"),
+    [
+        # Qwen3.5: the chat's end is in generation_config alone.
+        ({"eos_token_id": 248044}, {"eos_token_id": [248046, 248044]}, (248046, 248044)),
+        ({"text_config": {"eos_token_id": 248044}}, {"eos_token_id": [248046, 248044]}, (248046, 248044)),
+        # Gemma-4
+        ({"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}, {"eos_token_id": [1, 106, 50]}, (1, 106, 50)),
+        # Without a generation_config, or with one that names none.
+        ({"eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}}, None, (1, 106)),
+        ({"text_config": {"eos_token_id": 248044}}, None, (248044,)),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": [5, 0]}}, {"temperature": 0.6}, (5, 0)),
+        ({"eos_token_id": 3}, {"eos_token_id": None}, (3,)),
+        ({"eos_token_id": 0}, {"eos_token_id": []}, (0,)),
+        ({"text_config": None}, None, ()),
+    ],
+)
+def test_stop_ids(tmp_path, config, generation, ids):
+    folder = folder_of(tmp_path / "m", TENSORS)
+    (folder / "tokenizer.json").write_text(tiny_tokenizer())
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert SafetensorsSource(folder).tokenizer().eos_ids == ids
+
+
 def test_config_that_is_no_json(tmp_path):
     folder = folder_of(tmp_path / "m", TENSORS)
     (folder / "config.json").write_text("{")

@@ -16,6 +16,7 @@ from offroad.errors import ModelError
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
 
+FLOAT = ("f32", "bf16", "f16")  # what scales are stored as
 Read = Callable[[str], torch.Tensor]  # a tensor of the file by name, in its own dtype
 REPAIR = "the file is damaged, or was written by a tool with other rules: quantise the model again, or report it"
 
@@ -76,9 +77,42 @@ def expect(headers: Headers, name: str, kinds: tuple[str, ...], shape: tuple[int
         )
 
 
+def sizes(headers: Headers, name: str, kinds: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The shape of tensor `name`. Raises ModelError unless it is stored as one of `kinds` and has `rank` dimensions."""
+    expect(headers, name, kinds)
+    shape = headers[name].shape
+    if len(shape) != rank or 0 in shape:
+        raise ModelError(f"tensor {name}", found=f"shape {list(shape)}", accepted=f"{rank} dimensions", next=REPAIR)
+    return shape
+
+
 def scales(read: Read, name: str) -> torch.Tensor:
-    """A tensor of scales in fp32. Raises ModelError if one is not finite."""
-    value = read(name).float()
+    """A tensor of scales in fp32; bytes are exponents (E8M0). Raises ModelError if one is not finite."""
+    value = read(name)
+    value = _powers(value) if value.dtype == torch.uint8 else value.float()
     if not torch.isfinite(value).all():
         raise ModelError(f"tensor {name}", found="a scale that is not finite", accepted="finite scales", next=REPAIR)
     return value
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2^(byte - 127) in fp32; 255 is NaN. Byte 0 is a subnormal number, which shifting into place would make 0."""
+    bits = exponents.int() << 23
+    bits[exponents == 0] = 1 << 22
+    bits[exponents == 255] = 0x7FC00000
+    return bits.view(torch.float32)
+
+
+def module(name: str) -> str:
+    """What lists of modules call the weight `name`."""
+    return name.removesuffix(".weight")
+
+
+def note_listed(found: Claims, listed: Callable[[str], bool]) -> None:
+    """Notes claims whose module the config lists as not quantised."""
+    wrong = sorted(m for m in (module(claim.name) for claim in found.claims) if listed(m))
+    if wrong:
+        count = f" ({len(wrong)} such)" if len(wrong) > 1 else ""
+        found.notes.append(
+            f"{wrong[0]} is listed as not quantised, and the file has it quantised{count}: the file decides"
+        )

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Claims
+from offroad.quant.formats.base import FLOAT, REPAIR, Claim, Claims
 from offroad.quant.formats.ct_config import KvScheme, QuantConfig, Scheme, read_config
 from offroad.quant.formats.ct_floats import EXPONENTS, fp4, fp8
-from offroad.quant.formats.ct_ints import FLOAT, packed_ints, plain_ints
+from offroad.quant.formats.ct_ints import packed_ints, plain_ints
 from offroad.weights.source import Headers
 
 Build = Callable[[Headers, str, Scheme], Claim]

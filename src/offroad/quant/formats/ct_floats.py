@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Read, expect, scales
+from offroad.quant.formats.base import FLOAT, REPAIR, Claim, Read, expect, scales
 from offroad.quant.formats.ct_config import Scheme
-from offroad.quant.formats.ct_ints import FLOAT, by_row, matrix, scale_shape
+from offroad.quant.formats.ct_ints import by_row, matrix, scale_shape
 from offroad.quant.packed import Packed
 from offroad.weights.source import Headers
 

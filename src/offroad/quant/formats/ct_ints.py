@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Read, expect, scales
+from offroad.quant.formats.base import FLOAT, REPAIR, Claim, Read, expect, scales
 from offroad.quant.formats.ct_config import Scheme
 from offroad.quant.packed import Packed, spread
 from offroad.weights.source import Headers
-
-FLOAT = ("f32", "bf16", "f16")
 
 
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:

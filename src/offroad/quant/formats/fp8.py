@@ -1,5 +1,7 @@
-"""Native FP8 (`quant_method` "fp8", as in DeepSeek-V3 and Qwen's own checkpoints): e4m3 weights, fp32 scales by block
-of 128 x 128 (`weight_scale_inv`, which multiplies in spite of its name), or one scale a module (`weight_scale`).
+"""Native FP8 (`quant_method` "fp8", as in DeepSeek's and Qwen's own checkpoints): e4m3 weights with scales by block of
+128 x 128 (`weight_scale_inv`, which multiplies in spite of its name), by row, or one a module (`weight_scale`).
+
+DeepSeek-V4 names its scales `.scale`, has powers of two there, and MXFP4 in its experts, all under this method.
 """
 
 from __future__ import annotations
@@ -7,62 +9,43 @@ from __future__ import annotations
 from typing import Any
 
 from offroad.errors import ModelError
-from offroad.quant.formats.base import REPAIR, Claim, Claims, Read, expect, scales
-from offroad.quant.packed import Packed
+from offroad.quant.formats import floating, kv
+from offroad.quant.formats.base import REPAIR, Claims, note_listed
 from offroad.weights.source import Headers
 
-FLOAT = ("f32", "bf16", "f16")
+# Modules that lists may name as one, and their last names in the file.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class Fp8:
     """See the module."""
 
-    suffixes = (".weight_scale_inv", ".weight_scale", ".input_scale")
+    suffixes = floating.SUFFIXES
 
     def claims(self, headers: Headers, config: dict[str, Any]) -> Claims:
-        found = Claims()
         block = config.get("weight_block_size")
-        suffix = ".weight_scale_inv" if block else ".weight_scale"
-        for name, header in headers.items():
-            if not name.endswith(".weight") or header.kind != "f8_e4m3":
-                continue
-            module = name.removesuffix(".weight")
-            scale, static = module + suffix, f"{module}.input_scale"
-            found.others += [static] if static in headers else []
-            found.claims.append(
-                _block(headers, module, scale, tuple(block)) if block else _tensor(headers, module, scale)
-            )
+        if block is not None and not (isinstance(block, list) and len(block) == 2 and all(map(_counts, block))):
+            raise ModelError("quantization_config: weight_block_size", found=block, accepted="[128, 128]", next=REPAIR)
+        found = floating.claim_all(headers, tuple(block) if block else None)
+        kv.set_aside(found, headers)
         listed = config.get("ignored_layers") or config.get("modules_to_not_convert") or []
-        claimed = {claim.name.removesuffix(".weight") for claim in found.claims}
-        if wrong := sorted(claimed & set(listed)):
-            found.notes.append(f"{wrong[0]} is listed as not quantised, and the file has it in fp8: the file decides")
+        names = {part for name in listed for part in _parts(name)}
+        experts = [name for name in listed if ".experts" in name]
+        note_listed(found, lambda module: module in names or _expert_listed(module, experts))
         return found
 
 
-def _block(headers: Headers, module: str, scale: str, block: tuple[int, int]) -> Claim:
-    n, k = headers[f"{module}.weight"].shape
-    rows, columns = block
-    if rows < 1 or columns < 1:
-        raise ModelError(
-            "quantization_config: weight_block_size", found=list(block), accepted="[128, 128]", next=REPAIR
-        )
-    expect(headers, scale, FLOAT, (-(-n // rows), -(-k // columns)))
-
-    def decode(read: Read) -> Packed:
-        by_row = scales(read, scale).repeat_interleave(rows, dim=0)[:n].contiguous()
-        return Packed("fp8", n, k, {"q": read(f"{module}.weight"), "s": by_row}, group=columns)
-
-    return Claim(f"{module}.weight", (n, k), f"fp8.block{rows}x{columns}", (f"{module}.weight", scale), decode)
+def _counts(size: object) -> bool:
+    return type(size) is int and size > 0
 
 
-def _tensor(headers: Headers, module: str, scale: str) -> Claim:
-    n, k = headers[f"{module}.weight"].shape
-    shape = headers[scale].shape if scale in headers else ()
-    expect(headers, scale, FLOAT, shape if shape in ((), (1,), (n,), (n, 1)) else (1,))
+def _parts(name: str) -> list[str]:
+    """The modules that an entry of a list means: whole paths."""
+    path, _, last = name.rpartition(".")
+    return [f"{path}.{part}" for part in _FUSED.get(last, (last,))] if path else [name]
 
-    def decode(read: Read) -> Packed:
-        by_row = scales(read, scale).reshape(-1, 1).expand(n, 1).contiguous()
-        return Packed("fp8", n, k, {"q": read(f"{module}.weight"), "s": by_row}, group=k)
 
-    kind = "fp8.channel" if n in shape else "fp8.tensor"
-    return Claim(f"{module}.weight", (n, k), kind, (f"{module}.weight", scale), decode)
+def _expert_listed(module: str, listed: list[str]) -> bool:
+    """Experts are quantised together: all of a layer's are left out if an entry names one of them, or their module."""
+    before, experts, _ = module.partition(".experts")
+    return bool(experts) and any(f"{before}{experts}" in name for name in listed)

@@ -14,8 +14,8 @@ from test_compressed_tensors import FORCED, check_logits, check_weights
 from test_ct_traps import normal, opened, ordered, weight
 
 from offroad.models.registry import resolve_source
+from offroad.quant.formats.base import FLOAT
 from offroad.quant.formats.ct_config import names
-from offroad.quant.formats.fp8 import FLOAT
 from offroad.weights.load import load
 from offroad.weights.locate import open_path
 from offroad.weights.quantised import quantisation

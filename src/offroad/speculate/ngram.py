@@ -1,0 +1,21 @@
+"""Prompt lookup: what followed the last tokens when they occurred before is proposed again. Needs no weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def propose(known: np.ndarray, count: int, shortest: int, longest: int) -> np.ndarray:
+    """Up to `count` tokens that followed the longest n-gram (`shortest` to `longest` tokens) that ends `known` where it
+    occurred last before; none if it never did. known int64 [tokens]."""
+    for size in range(min(longest, len(known) - 1), shortest - 1, -1):
+        pattern = known[-size:]
+        # Ends of earlier occurrences: compare from the last token on, since most places differ there already.
+        ends = np.flatnonzero(known[size - 1 : -1] == pattern[-1]) + size - 1
+        for back in range(1, size):
+            ends = ends[known[ends - back] == pattern[-1 - back]]
+            if not len(ends):
+                break
+        if len(ends):
+            return known[ends[-1] + 1 : ends[-1] + 1 + count]
+    return known[:0]

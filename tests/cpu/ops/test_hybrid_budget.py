@@ -1,0 +1,144 @@
+"""Bytes of hybrid models: what grows with each token, what each sequence and each checkpoint takes, and the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from real_specs import CONFIGS, headers_of, qwen3_5
+
+from offroad.device.profile import DeviceProfile, load_profile
+from offroad.models.registry import resolve_model
+from offroad.models.spec import AttentionSpec, ModelSpec
+from offroad.ops.budget import Dtypes, checkpoint_bytes, kv_bytes_per_token, state_bytes
+from offroad.ops.plan import Plan, plan
+from offroad.ops.registry import default_registry
+from offroad.settings import Settings
+
+GIB = 1024**3
+BF16 = Dtypes("bfloat16", "bfloat16")
+SMALL = dict(linear_num_value_heads=16, num_key_value_heads=2, num_attention_heads=8)
+MIDDLE = dict(linear_num_value_heads=32, num_attention_heads=16, num_hidden_layers=32)
+MODELS = CONFIGS | {
+    "qwen3_5-0.8b": qwen3_5(tied=True, hidden_size=1024, intermediate_size=3584, num_hidden_layers=24, **SMALL),
+    "qwen3_5-4b": qwen3_5(tied=True, hidden_size=2560, intermediate_size=9216, **MIDDLE),
+    "qwen3_5-9b": qwen3_5(hidden_size=4096, intermediate_size=12288, **MIDDLE),
+    "qwen3_5-27b, states in bf16": qwen3_5(mamba_ssm_dtype="bfloat16"),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What there is of layers and heads, and the bytes that follow, in bf16."""
+
+    delta_layers: int
+    full_layers: int
+    kv_heads: int
+    value_heads: int
+    kv: int
+    state: int
+    state_size: int = 4
+
+
+FIGURES = {
+    "qwen3_5-0.8b": Figures(18, 6, 2, 16, kv=12_288, state=19_537_920),
+    "qwen3_5-4b": Figures(24, 8, 4, 32, kv=32_768, state=51_511_296),
+    "qwen3_5-9b": Figures(24, 8, 4, 32, kv=32_768, state=51_511_296),
+    "qwen3_5-27b": Figures(48, 16, 4, 48, kv=65_536, state=153_944_064),
+    "qwen3_5-27b, states in bf16": Figures(48, 16, 4, 48, kv=65_536, state=78_446_592, state_size=2),
+    "qwen3_5-35b-a3b": Figures(30, 10, 2, 32, kv=20_480, state=64_389_120),
+}
+
+
+def spec_of(name: str) -> ModelSpec:
+    return resolve_model(MODELS[name]).spec
+
+
+def make(name: str, memory: int = 160 * GIB, **settings) -> Plan:
+    spec, device = spec_of(name), DeviceProfile("cpu-test", "cpu", memory, frozenset(), units=2, source="probe")
+    chosen = Settings.of(model=name, dtype="bfloat16", kv_cache_memory_bytes=8 * GIB, **settings)
+    return plan(name, spec, headers_of(spec), device, chosen, default_registry(), "bfloat16")
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_bytes_of_a_token_and_of_a_state(name: str):
+    """A token: keys and values of 256 in each full layer. A state: 128 by 128 a value head, and 3 columns of q and k of
+    16 heads and of v."""
+    spec, of = spec_of(name), FIGURES[name]
+    kinds = [isinstance(layer.mixer, AttentionSpec) for layer in spec.layers]
+    assert (kinds.count(False), kinds.count(True)) == (of.delta_layers, of.full_layers)
+    assert kv_bytes_per_token(spec, BF16) == of.kv == of.full_layers * 2 * of.kv_heads * 256 * 2
+
+    def state(rows_of_s: int, columns: int) -> int:
+        matrix, column = of.value_heads * 128 * 128 * of.state_size, (2 * 16 + of.value_heads) * 128 * 2
+        return of.delta_layers * (rows_of_s * matrix + columns * column)
+
+    assert state_bytes(spec, BF16, 0) == checkpoint_bytes(spec, BF16) == of.state == state(1, 3)
+    assert state_bytes(spec, BF16, 3) == state(4, 6)  # with room for three drafts
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-0.8b", "qwen3_5-27b", "qwen3_5-35b-a3b"])
+def test_a_plan_says_what_its_cache_takes(name: str):
+    made, of = make(name, max_num_seqs=4), FIGURES[name]
+    assert (made.kv_bytes_per_token, made.state_bytes) == (of.kv, of.state)
+    lines = made.explain().splitlines()
+    [cache] = [line for line in lines if line.startswith("kv cache")]
+    assert cache.split(maxsplit=2)[2] == (
+        f"{of.kv:,} B a token growing, 0 B of windows and {of.state:,} B of state a sequence"
+    )
+    [memory] = [line for line in lines if line.startswith("memory")]
+    kib = f"{of.state / 1024:.0f} KiB"
+    assert f"slots 5 x {kib}" in memory
+    assert f"checkpoints {made.memory.checkpoints} x {kib}" in memory
+    assert f"history {of.kv * 64 // 1024} KiB x {made.memory.history_blocks} blocks" in memory
+    assert made.to_json()["state_bytes"] == of.state
+    assert "note            text only: the vision tower is not loaded" in lines
+
+
+def test_memory_is_divided_among_slots_checkpoints_and_history():
+    made = make("qwen3_5-27b", max_num_seqs=4)
+    memory = made.memory
+    assert 0 < memory.checkpoints <= 16
+    assert memory.states == (5 + memory.checkpoints) * 153_944_064
+    assert memory.kv == memory.history_blocks * 64 * 65_536
+    assert memory.kv + memory.checkpoints * memory.checkpoint_bytes <= 8 * GIB
+    assert memory.used <= memory.budget
+    assert make("qwen3_5-27b", max_num_seqs=4, enable_prefix_caching=False).memory.checkpoints == 0
+    named = make("qwen3_5-27b", max_num_seqs=4, checkpoint_memory_bytes=3 * 153_944_064 + 5).memory
+    assert named.checkpoints == 3
+    assert named.history_blocks >= memory.history_blocks
+
+
+@pytest.mark.parametrize("sequences", [1, 16, 40])
+def test_a_plan_that_fills_a_gpu_stays_within_its_budget(sequences: int):
+    """Weights of 50 GiB leave little: states come first, a bounded part goes to checkpoints, and all is counted."""
+    spec, device = spec_of("qwen3_5-27b"), load_profile("h100-80gb")
+    settings = Settings.of(model="m", allow_reference=True, max_num_seqs=sequences)
+    made = plan("m", spec, headers_of(spec), device, settings, default_registry(), "bfloat16")
+    memory = made.memory
+    assert memory.slots == sequences + 1
+    assert 0 <= memory.headroom < GIB
+    room = memory.kv + memory.checkpoints * memory.checkpoint_bytes
+    assert memory.checkpoints * memory.checkpoint_bytes <= room / 8 + memory.history_block_bytes
+    assert 256 <= made.max_len <= (memory.history_blocks - 1) * 64
+    assert any("what fits in memory" in note for note in made.notes) == (made.max_len < 262144)
+
+
+def test_weights_of_27b():
+    """Linears in bf16, norms and other small tensors in fp32, no drafter: counted by the dimensions of the model."""
+    h, ff, vocab = 5120, 17408, 248320
+    mlp = 3 * h * ff
+    delta = (10240 + 6144 + 48 + 48) * h + 6144 * h
+    full = (2 * 24 + 4 + 4) * 256 * h + 24 * 256 * h
+    small = 48 * (10240 * 4 + 48 + 48 + 128) + 16 * 2 * 256 + 64 * 2 * h + h
+    assert make("qwen3_5-27b").memory.weights == 2 * (2 * vocab * h + 64 * mlp + 48 * delta + 16 * full) + 4 * small
+
+
+def test_weights_of_35b_a3b():
+    h, vocab = 2048, 248320
+    experts, shared = 256 * 3 * 512 * h + 256 * h, 3 * 512 * h + h
+    delta = (8192 + 4096 + 32 + 32) * h + 4096 * h
+    full = (2 * 16 + 2 + 2) * 256 * h + 16 * 256 * h
+    small = 30 * (8192 * 4 + 32 + 32 + 128) + 10 * 2 * 256 + 40 * 2 * h + h
+    linears = 2 * vocab * h + 40 * (experts + shared) + 30 * delta + 10 * full
+    assert make("qwen3_5-35b-a3b").memory.weights == 2 * linears + 4 * small

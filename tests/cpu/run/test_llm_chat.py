@@ -1,0 +1,45 @@
+"""`LLM.chat` over a tiny model: what reaches its chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from offroad import LLM, SamplingParams
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ '(' + m.reasoning_content + ')' if m.reasoning_content }}{{ m.content }}"
+    "{% endfor %}{{ tools | length if tools }}"
+    "{{ '<no thoughts>' if enable_thinking is defined and enable_thinking is false }}"
+)
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a", "reasoning": "why"}]
+ONE = SamplingParams(temperature=0.0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    made = LLM(str(tiny("qwen2")[0]), device="cpu", chat_template=TEMPLATE)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ({}, ""),
+        ({"enable_thinking": False}, "<no thoughts>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<no thoughts>"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, "tools": [{}, {}]}, "2<no thoughts>"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, ""),
+        ({"chat_template_kwargs": None}, ""),
+    ],
+)
+def test_variables_reach_the_template(llm, given, end):
+    text = "<user>hi<assistant>(why)a" + end
+    assert [result.prompt for result in llm.chat(TALK, ONE, **given)] == [text]
+    assert [result.prompt for result in llm.chat([TALK, TALK[:1]], ONE, **given)] == [text, "<user>hi" + end]
+    assert {chunk.output.prompt for chunk in llm.stream_chat(TALK, ONE, **given)} == {text}
+
+
+def test_a_variable_given_twice_is_an_error(llm):
+    with pytest.raises(TypeError, match="enable_thinking"):
+        llm.chat(TALK, ONE, chat_template_kwargs={"enable_thinking": True}, enable_thinking=True)
