@@ -14,15 +14,6 @@ from offroad.weights.source import Headers
 EXPONENTS = ("u8", "f8_e8m0")
 
 
-def powers(read: Read, name: str) -> torch.Tensor:
-    """Scales 2^(byte - 127) of bytes (E8M0), fp32. Raises ModelError for 255, which is no number."""
-    raw = read(name)
-    if (raw == 255).any():
-        raise ModelError(f"tensor {name}", found="a scale that is not finite", accepted="finite scales", next=REPAIR)
-    # 2^-127 is a subnormal: its bit is one of the fraction's.
-    return torch.where(raw == 0, 1 << 22, raw.int() << 23).view(torch.float32)
-
-
 def fp8(headers: Headers, module: str, scheme: Scheme) -> Claim:
     """The claim of a module with an e4m3 `weight`. Raises ModelError for a tensor of another shape or dtype."""
     name, scale = f"{module}.weight", f"{module}.weight_scale"
@@ -36,7 +27,7 @@ def fp8(headers: Headers, module: str, scheme: Scheme) -> Claim:
         scale_shape(headers, scale, scheme.strategy, tuple(lead), n, groups)
 
     def decode(read: Read) -> Packed:
-        value = powers(read, scale) if exponents else scales(read, scale)
+        value = scales(read, scale)
         if scheme.strategy == "block":
             value = value.repeat_interleave(rows, dim=-2)[..., :n, :]
         q = read(name).reshape(-1, k)
@@ -65,7 +56,7 @@ def fp4(headers: Headers, module: str, scheme: Scheme) -> Claim:
 
     def decode(read: Read) -> Packed:
         q = read(name).reshape(-1, half)
-        value = scales(read, scale) if nvidia else powers(read, scale)
+        value = scales(read, scale)
         value = value.reshape(-1, groups)
         if nvidia:
             value = value / _overall(read, overall, tuple(lead), n)
