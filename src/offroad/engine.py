@@ -26,6 +26,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
 from offroad.settings import Settings
+from offroad.weights import kv_scales
 from offroad.weights.load import load, verify_headers
 from offroad.weights.locate import open_source
 from offroad.weights.source import Source, TokenizerFiles
@@ -45,7 +46,8 @@ def make_plan(settings: Settings, source: Source) -> Plan:
     dtype = config.get("torch_dtype") or config.get("dtype")
     name = settings.served_model_name or settings.model
     spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
-    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype)
+    scaled = len(kv_scales.names(source, spec))
+    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype, scaled)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:

@@ -25,6 +25,7 @@ from offroad.settings import Settings
 from offroad.speculate.config import Speculation, speculation
 from offroad.weights.source import Headers
 
+SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
 BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
 
 
@@ -251,6 +252,12 @@ def _kv_dtype(asked: str, dtype: str, device: DeviceProfile) -> tuple[str, list[
     return f"float8_{kind}", notes
 
 
+def _scale_notes(kv_dtype: str, scaled: int) -> list[str]:
+    if kv_dtype == SCALED:
+        return [f"kv scales: the checkpoint's, of {scaled} layers" if scaled else "kv scales: none there, 1 is taken"]
+    return [f"kv scales of {scaled} layers are for e4m3, not used with {kv_dtype}"] if scaled else []
+
+
 def plan(
     name: str,
     spec: ModelSpec,
@@ -259,9 +266,14 @@ def plan(
     settings: Settings,
     registry: Registry,
     config_dtype: str | None = None,
+    kv_scaled: int = 0,
 ) -> Plan:
-    """The plan, or PlanError that lists every unresolved cell with the reason of each candidate."""
+    """The plan, or PlanError that lists every unresolved cell with the reason of each candidate.
+
+    `kv_scaled`: layers for which the checkpoint has scales of an 8-bit cache.
+    """
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
+    notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
     spec = shard(spec, ranks)
     check_groups(spec, headers, ranks)

@@ -9,9 +9,10 @@ import torch
 
 from offroad.models.spec import AttentionSpec, Item, ModelSpec, Ring, Shared
 from offroad.ops.budget import Dtypes
-from offroad.ops.plan import Plan
+from offroad.ops.plan import SCALED, Plan
 from offroad.run.rows import PagedView, RingView, Rows, View
 from offroad.schedule.step import Kind, Step, Table
+from offroad.weights.kv_scales import Scales
 
 _VERIFY = int(Kind.VERIFY)
 
@@ -24,7 +25,9 @@ class Arrays:
     `length` is dead, block 0 and slot 0 are the bin.
     """
 
-    def __init__(self, plan: Plan, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(
+        self, plan: Plan, spec: ModelSpec, device: torch.device, kv_scales: list[Scales | None] | None = None
+    ) -> None:
         slots, self.device = plan.memory.slots, device
         self.k = plan.k
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
@@ -40,8 +43,12 @@ class Arrays:
         dtypes = Dtypes(plan.dtype, plan.kv_dtype)
         self.views: list[dict[str, View]] = []
         self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
-        for layer in spec.layers:
-            self.views.append({name: self._view(plan, dtypes, name, item) for name, item in layer.items})
+        scaled = kv_scales if plan.kv_dtype == SCALED and kv_scales else [None] * len(spec.layers)
+        for layer, scales in zip(spec.layers, scaled, strict=True):
+            views = {name: self._view(plan, dtypes, name, item) for name, item in layer.items}
+            if scales is not None and isinstance(views.get("kv"), PagedView):
+                views["kv"] = replace(views["kv"], k_scale=scales[0], v_scale=scales[1])
+            self.views.append(views)
 
     def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item) -> View:
         if isinstance(item, Shared):

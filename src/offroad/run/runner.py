@@ -51,7 +51,7 @@ class Runner:
         device: torch.device,
     ) -> None:
         self.plan, self.model, self.device = plan, model, device
-        self.arrays = Arrays(plan, spec, device)
+        self.arrays = Arrays(plan, spec, device, weights.kv_scales)
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
         mixers = [layer.mixer for layer in spec.layers]
         ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))

@@ -17,6 +17,8 @@ from offroad.errors import ModelError
 from offroad.models.spec import DraftSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
 from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, canonical, fuse, to_dense, widen
+from offroad.weights import kv_scales
+from offroad.weights.kv_scales import Scales
 from offroad.weights.source import Headers, Source, Stored
 
 Layouts = Callable[[int, str], str]
@@ -53,6 +55,7 @@ class Weights:
     tensors: dict[str, torch.Tensor]
     linears: dict[str, Packed] = field(default_factory=dict)
     draft: DraftWeights | None = None
+    kv_scales: list[Scales | None] = field(default_factory=list)
 
 
 def _linears(spec: ModelSpec, draft: DraftSpec | None) -> list[LinearSpec]:
@@ -165,7 +168,8 @@ def load(
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
     drafter = None if found is None else loader.draft(found)
-    return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter)
+    scales = kv_scales.read(source, spec, device)
+    return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
 
 
 @dataclass

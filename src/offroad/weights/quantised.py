@@ -46,6 +46,11 @@ class Quantised:
     claims: dict[str, Claim]
     headers: Headers
     notes: tuple[str, ...]
+    kv: tuple[str, ...] = ()
+
+    def read_kv(self, name: str) -> torch.Tensor:
+        """A scale of the KV cache."""
+        return self.base.read(name).data
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.base, name)
@@ -78,7 +83,7 @@ def quantised(source: Source) -> Source:
         raise ModelError("quantization_config: quant_method", found=method or "absent", accepted=", ".join(FORMATS))
     form = FORMATS[method]
     found = form.claims(source.headers, config)
-    taken = {tensor for claim in found.claims for tensor in claim.tensors} | set(found.others)
+    taken = {tensor for claim in found.claims for tensor in claim.tensors} | set(found.others) | set(found.kv)
     headers = {name: header for name, header in source.headers.items() if name not in taken}
     if left := sorted(name for name in headers if name.endswith(form.suffixes)):
         raise ModelError(
@@ -100,4 +105,5 @@ def quantised(source: Source) -> Source:
         headers[claim.name] = TensorHeader(claim.name, claim.shape, claim.kind, nbytes)
     if not found.claims:
         found.notes.append(f"the config says that weights are quantised ({method}), and the file has none that are")
-    return Quantised(source, {claim.name: claim for claim in claims}, headers, (*source.notes, *found.notes))
+    by_name = {claim.name: claim for claim in claims}
+    return Quantised(source, by_name, headers, (*source.notes, *found.notes), tuple(found.kv))

@@ -46,10 +46,12 @@ class Claim:
 
 @dataclass
 class Claims:
-    """What a format finds in a checkpoint. `others`: tensors of it that make no weight, e.g. input scales."""
+    """What a format finds in a checkpoint. `others`: tensors of it that make no weight, e.g. input scales.
+    `kv`: scales of a KV cache (weights/kv_scales.py reads them)."""
 
     claims: list[Claim] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    kv: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 

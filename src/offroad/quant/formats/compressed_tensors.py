@@ -115,10 +115,10 @@ def _kv(headers: Headers, found: Claims, scheme: KvScheme | None) -> None:
     """Scales of keys and values of an attention that is there."""
     parents = {name.rpartition(".")[0].rpartition(".")[0] for name in headers if not _KV.fullmatch(name)}
     names = [name for name in headers if (match := _KV.fullmatch(name)) and match[1] in parents]
-    found.others += names
-    if names or scheme is not None:
-        wanted = "" if scheme is None else f" ({scheme.bits}-bit {scheme.kind} by {scheme.strategy})"
-        found.notes.append(f"kv scales are not used yet: the cache is kept in the plan's dtype{wanted}")
+    found.kv += names
+    if scheme is not None and not names:
+        wanted = f"{scheme.bits}-bit {scheme.kind} by {scheme.strategy}"
+        found.notes.append(f"the config has a KV cache scheme ({wanted}), and the file no scales for it: 1 is taken")
 
 
 def _some(names: list[str]) -> str:

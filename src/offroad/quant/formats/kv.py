@@ -13,8 +13,5 @@ SUFFIXES = (
 
 
 def set_aside(found: Claims, headers: Headers) -> None:
-    """Takes the scales out of what a model loads; the cache keeps its own dtype."""
-    names = [name for name in headers if name.endswith(SUFFIXES)]
-    found.others += names
-    if names:
-        found.notes.append(f"kv scales are not used yet ({len(names)} tensors)")
+    """Takes the scales out of what is a weight or an ordinary tensor."""
+    found.kv += [name for name in headers if name.endswith(SUFFIXES)]

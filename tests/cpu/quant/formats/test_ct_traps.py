@@ -205,15 +205,15 @@ KV_NAMES = [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale
 
 
 @pytest.mark.parametrize("names", KV_NAMES)
-def test_kv_scales_are_left_aside_with_a_note(names, tmp_path):
+def test_kv_scales_are_no_weights(names, tmp_path):
     made = scheme("fp8-tensor")
     parts = compress(normal(4, 32), made)
     tensors = prefixed("self_attn.k_proj", parts) | prefixed("self_attn.v_proj", parts)
     tensors |= {f"self_attn.{name}": torch.ones(1) for name in names}
     source = opened(tmp_path, tensors, {"a": made}, kv_cache_scheme=KV)
     assert set(source.headers) == {"self_attn.k_proj.weight", "self_attn.v_proj.weight"}
-    [note] = source.notes
-    assert note == "kv scales are not used yet: the cache is kept in the plan's dtype (8-bit float by tensor)"
+    assert set(source.kv) == {f"self_attn.{name}" for name in names}
+    assert source.notes == ()
 
 
 def test_kv_cache_scheme_null_means_none(tmp_path):
