@@ -87,6 +87,14 @@ CASES = [("qwen3_5", "each"), ("gemma4", "each")]
 CASES += [(family, experts) for family in ("gemma4_moe", "qwen3_5_moe") for experts in ("each", "fused")]
 
 
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block32x32", "nvfp4", "int8-channel"])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
+def test_families_in_other_schemes(family, name, tiny, tmp_path):
+    written = write(tiny(family), tmp_path / "m", {PROJECTIONS: name})
+    check_weights(written, KINDS[name])
+    check_logits(written)
+
+
 @pytest.mark.parametrize(("family", "experts"), CASES)
 def test_families_in_4_bits(family, experts, tiny, tmp_path):
     """Experts have tensors each, or one stack a projection as some tools write it, without metadata of its shape."""

@@ -119,7 +119,9 @@ SCHEMES = {
 }
 CASES = [("llama", scheme) for scheme in SCHEMES if scheme not in ("mxfp4", "fp8-together")]
 CASES += [(family, s) for family in ("qwen3_5", "qwen3_5_moe", "gemma4") for s in ("gptq", "fp8", "nvfp4")]
+CASES += [(family, s) for family in ("qwen3_5", "gemma4") for s in ("awq", "gptq8", "fp8-tensor", "mixed")]
 CASES += [("qwen3_5_moe", scheme) for scheme in ("mxfp4", "fp8-together", "gptq-order")]
+CASES += [("gemma4_moe", scheme) for scheme in ("nvfp4", "fp8")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
