@@ -1,0 +1,23 @@
+"""Every kernel compiles for every GPU that we name, within its shared memory and without spills, with no GPU here."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SCRIPT = """
+from offroad.triton_kernels.compile import SHARED, table
+for variant, arch, report in table():
+    assert report.shared <= SHARED[arch], (variant.label, arch, report)
+    assert not (variant.hot and report.spilled), (variant.label, arch, report)
+    print(variant.label, arch)
+"""
+
+
+def test_all_variants_fit_and_do_not_spill():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
