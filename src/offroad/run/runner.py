@@ -9,33 +9,22 @@ import numpy as np
 import torch
 
 from offroad.models.registry import Model
-from offroad.models.spec import AttentionSpec, ModelSpec
-from offroad.ops.bound import LayerOps, Ops
-from offroad.ops.cells import MODEL, PHASES, Cell
+from offroad.models.spec import ModelSpec
+from offroad.ops.bound import Ops
+from offroad.ops.cells import Cell
 from offroad.ops.plan import Plan
-from offroad.ops.rope import rope_table
-from offroad.ops.spec import Bound, Registry
+from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
+from offroad.run.bind import Bounds
 from offroad.run.rows import Rows
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
-from offroad.speculate.ngram import propose
+from offroad.speculate.make import make_proposer
+from offroad.speculate.proposer import Device, Turn
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
-
-
-def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
-    """Compiles and binds the kernel of every cell; equal problems share one."""
-    made: dict[tuple, Bound] = {}
-    bounds = {}
-    for cell, choice in plan.cells.items():
-        key = (choice.kernel, choice.problem)
-        if key not in made:
-            made[key] = registry.kernels[choice.kernel].prepare(plan.device, choice.problem)
-        bounds[cell] = made[key]
-    return bounds
 
 
 class Runner:
@@ -53,38 +42,10 @@ class Runner:
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
-        mixers = [layer.mixer for layer in spec.layers]
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
-        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in ropes}
-        self.ops = {phase: self._bind(spec, weights, bounds, phase) for phase in PHASES}
+        bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
+        self.ops = bound.model()
+        self.proposer = make_proposer(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
-
-    def _bind(self, spec: ModelSpec, weights: Weights, bounds: dict[Cell, Bound], phase: str) -> Ops:
-        shared = {cell.op: bound for cell, bound in bounds.items() if cell.layer == MODEL and cell.phase == phase}
-        firsts = [loaded.tensors["input_norm"] for loaded in weights.layers]
-        following = [*firsts[1:], weights.tensors["norm"]]
-        layers = []
-        for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
-            layers.append(
-                LayerOps(
-                    shared | own,
-                    loaded.linears,
-                    loaded.tensors,
-                    spec.norm_eps,
-                    mixer=layer.mixer,
-                    ffn=layer.ffn,
-                    moe=layer.moe,
-                    rope=self.rope.get(getattr(layer.mixer, "rope", None)),
-                    views=self.arrays.views[i],
-                    attention_verify=bounds.get(Cell(i, "attention", "decode")),
-                    attention_chunk=bounds.get(Cell(i, "attention", "prefill")),
-                    following=following[i],
-                )
-            )
-        outside = {"embed": weights.embed, "head": weights.head} | weights.linears
-        model = LayerOps(shared, outside, weights.tensors, spec.norm_eps)
-        return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -97,10 +58,15 @@ class Runner:
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
-        self.results.append(self._finish(step, rows, ops, hidden))
+        result = self._finish(step, rows, ops, hidden if rows.scored is None else hidden[rows.scored])
+        self.results.append(result)
+        turn = Turn(step, rows, result.accepted, hidden)
+        if self.proposer is not None:
+            self.proposer.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.plan.drafter is not None:
-            self._propose(step)
+        if self.proposer is not None:
+            slots = step.slot[step.wants > 0].astype(np.int64)
+            self.proposer.propose(turn, slots, self.arrays.room(slots))
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
@@ -137,13 +103,6 @@ class Runner:
                 chosen_logprobs = self._logprobs(step, rows, logits, tokens)
         arrays.length[step.slot] = rows.start + moved
         return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafts)
-
-    def _propose(self, step: Step) -> None:
-        """Drafts for the rows whose pending token is known now."""
-        drafter = self.plan.drafter
-        for slot in step.slot[step.wants > 0].tolist():
-            ids = propose(self.arrays.known(slot), drafter.tokens, drafter.shortest, drafter.longest)
-            self.arrays.draft(slot, ids)
 
     @staticmethod
     def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:

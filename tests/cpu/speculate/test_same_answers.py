@@ -10,7 +10,7 @@ import pytest
 from tiny_models import HYBRIDS
 
 from offroad import LLM, SamplingParams
-from offroad.run import runner
+from offroad.speculate import ngram
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -59,7 +59,7 @@ def test_drafts_do_not_change_answers(family: str, tiny, monkeypatch):
     plain = engine(folder, drafts=False)
     for params in (GREEDY, SAMPLED, STOPPED):
         expected = answers(plain, params)
-        monkeypatch.setattr(runner, "propose", oracle(expected, seed=1))
+        monkeypatch.setattr(ngram, "propose", oracle(expected, seed=1))
         drafted = engine(folder, drafts=True)
         for _ in range(2):  # the second time after prefix hits
             assert answers(drafted, params) == expected
@@ -74,7 +74,7 @@ def test_drafts_do_not_change_answers(family: str, tiny, monkeypatch):
 def test_preempted_sequences_with_drafts_answer_alike(family: str, tiny, monkeypatch):
     folder, _ = tiny(family)
     expected = answers(engine(folder, drafts=False), GREEDY)
-    monkeypatch.setattr(runner, "propose", oracle(expected, seed=2))
+    monkeypatch.setattr(ngram, "propose", oracle(expected, seed=2))
     memory = engine(folder, drafts=True).engine.plan.memory
     few = 8 * memory.history_block_bytes + memory.window_block_bytes * memory.window_blocks
     few += memory.checkpoints * memory.checkpoint_bytes
@@ -88,7 +88,7 @@ def test_log_probabilities_are_of_plain_steps(tiny, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
     plain = engine(folder, drafts=False)
     [expected] = plain.generate({"prompt_token_ids": prompts()[1]}, params)
-    monkeypatch.setattr(runner, "propose", oracle([[0]] + [expected.outputs[0].token_ids] + [[0]] * 4, seed=3))
+    monkeypatch.setattr(ngram, "propose", oracle([[0]] + [expected.outputs[0].token_ids] + [[0]] * 4, seed=3))
     [found] = engine(folder, drafts=True).generate({"prompt_token_ids": prompts()[1]}, params)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert [entry.logprob for entry in found.outputs[0].logprobs] == [e.logprob for e in expected.outputs[0].logprobs]
@@ -100,7 +100,7 @@ def test_the_longest_context_has_room_for_no_drafts(tiny, monkeypatch):
     ids = prompts()[2]
     plain = engine(folder, drafts=False, max_model_len=80).generate({"prompt_token_ids": ids}, params)
     expected = plain[0].outputs[0].token_ids
-    monkeypatch.setattr(runner, "propose", oracle([[0], [0], expected, [0], [0], [0]], seed=4))
+    monkeypatch.setattr(ngram, "propose", oracle([[0], [0], expected, [0], [0], [0]], seed=4))
     [found] = engine(folder, drafts=True, max_model_len=80).generate({"prompt_token_ids": ids}, params)
     assert found.outputs[0].token_ids == expected
     assert (len(expected), found.outputs[0].finish_reason) == (17, "length")
