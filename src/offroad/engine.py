@@ -126,7 +126,13 @@ class Engine:
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
         )
-        return Scheduler(config, max_num_batched_tokens=p.chunk, max_waiting=self.settings.max_waiting, depth=p.depth)
+        return Scheduler(
+            config,
+            max_num_batched_tokens=p.chunk,
+            max_waiting=self.settings.max_waiting,
+            depth=p.depth,
+            drafter=p.drafter.method if p.drafter else "",
+        )
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:
         p, m = self.plan, self.plan.memory

@@ -79,30 +79,32 @@ class Runner:
         tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
         tokens.fill(-1)
         bad.fill(-1)
-        moved, chosen_logprobs, drafts = rows.width, None, 0
+        moved, chosen_logprobs = rows.width, None
         if len(wanting):
             logits = ops.logits(hidden)
             slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
             of_row, place = wanting, 0
-            if (drafts := len(logits) - len(wanting)) > 0:
+            if drafts := len(logits) > len(wanting):
                 of_row, place, positions = _places(rows)
                 slots = step.slot[of_row]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
             finite = self._finite(hidden, logits, drawn)
-            if drafts > 0:
+            if drafts:
                 moved = _moved(rows, drawn)
                 told = np.flatnonzero(place < moved[of_row])
                 of_row, place, slots, positions, finite = (x[told] for x in (of_row, place, slots, positions, finite))
-                drawn = drawn[torch.from_numpy(told).to(drawn.device)]
+                picked = torch.from_numpy(told).to(drawn.device)
+                drawn, logits = drawn[picked], logits[picked]
             arrays.put(slots, positions, drawn)
             tokens[of_row, place] = drawn.cpu().numpy()
             if not finite.all():
                 broken = np.unique(of_row[~finite])
                 bad[broken] = self._bad_layers(step, broken, ops)
             if (step.wants & _LOGPROBS).any():
-                chosen_logprobs = self._logprobs(step, rows, logits, tokens)
+                chosen_logprobs = _logprobs(step, of_row, place, logits, tokens)
         arrays.length[step.slot] = rows.start + moved
-        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafts)
+        drafted = (rows.width - 1) * (np.arange(count) < rows.verify) if self.plan.k else None
+        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
 
     @staticmethod
     def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
@@ -113,20 +115,6 @@ class Runner:
             return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
         mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
         return np.isfinite(mark.cpu().numpy())
-
-    @staticmethod
-    def _logprobs(step: Step, rows: Rows, logits: torch.Tensor, tokens: np.ndarray) -> Logprobs:
-        """Log-probabilities of the one token of each row that asked, in the step's row numbering."""
-        asked = (step.wants & _LOGPROBS).nonzero()[0]
-        last = rows.wanted_width.cumsum()[asked] - 1
-        picked = torch.from_numpy(last).to(logits.device)
-        found = logprobs(logits[picked], torch.from_numpy(tokens[asked, 0]).to(logits.device))
-        count = len(step.slot)
-        chosen = np.zeros(count, np.float32)
-        top_ids = np.zeros((count, found.top_ids.shape[1]), np.int64)
-        top = np.zeros((count, found.top.shape[1]), np.float32)
-        chosen[asked], top_ids[asked], top[asked] = found.chosen, found.top_ids, found.top
-        return Logprobs(chosen, top_ids, top)
 
     def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
         """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
@@ -172,3 +160,19 @@ def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
         wrong = np.flatnonzero(ids[offset + 1 : offset + 1 + drafts] != drawn_ids[first[row] : first[row] + drafts])
         moved[row] = 1 + (wrong[0] if len(wrong) else drafts)
     return moved
+
+
+def _logprobs(
+    step: Step, of_row: np.ndarray, place: np.ndarray | int, logits: torch.Tensor, tokens: np.ndarray
+) -> Logprobs:
+    """Log-probabilities of the tokens of rows that asked; `of_row` and `place` say where each row of logits belongs in
+    `tokens` [rows, k + 1]."""
+    asked = np.flatnonzero(step.wants[of_row] & _LOGPROBS)
+    at = of_row[asked], np.broadcast_to(place, of_row.shape)[asked]
+    chosen = torch.from_numpy(tokens[at]).to(logits.device)
+    found = logprobs(logits[torch.from_numpy(asked).to(logits.device)], chosen)
+    best = found.top_ids.shape[1]
+    values = np.zeros(tokens.shape, np.float32)
+    top_ids, top = np.zeros((*tokens.shape, best), np.int64), np.zeros((*tokens.shape, best), np.float32)
+    values[at], top_ids[at], top[at] = found.chosen, found.top_ids, found.top
+    return Logprobs(values, top_ids, top)
