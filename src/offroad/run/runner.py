@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from offroad.run.rows import Rows
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
-from offroad.speculate.make import make_proposer
+from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
 from offroad.weights.load import Weights
 
@@ -44,16 +45,19 @@ class Runner:
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
-        self.proposer = make_proposer(plan, bound, Device(self.arrays, self.sampler))
+        self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Runs the step: table edits, restores, forward, sampling, lengths, captures."""
+        began = time.perf_counter()
         self.arrays.apply(step)
         self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
+            if self.drafting is not None:
+                self.drafting.start(start)
         rows = self.arrays.rows(step)
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
@@ -61,12 +65,11 @@ class Runner:
         result = self._finish(step, rows, ops, hidden if rows.scored is None else hidden[rows.scored])
         self.results.append(result)
         turn = Turn(step, rows, result.accepted, hidden)
-        if self.proposer is not None:
-            self.proposer.follow(turn)
+        if self.drafting is not None:
+            self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.proposer is not None:
-            slots = step.slot[step.wants > 0].astype(np.int64)
-            self.proposer.propose(turn, slots, self.arrays.room(slots))
+        if self.drafting is not None:
+            self.drafting.propose(turn, began)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
