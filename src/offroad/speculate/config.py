@@ -10,21 +10,30 @@ from offroad.errors import PlanError, SettingsError
 from offroad.models.spec import ModelSpec
 from offroad.weights.source import Headers
 
-METHODS = ("ngram", "mtp")
-_FLAG = "--speculative-config"
+METHODS = ("ngram", "mtp", "draft_model", "gemma4_assistant")
+SEPARATE = ("draft_model", "gemma4_assistant")  # drafters that are checkpoints of their own
+FLAG = "--speculative-config"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 _NEEDS = {"mtp": "a checkpoint that brings multi-token prediction (mtp.*), as Qwen3.5's do"}
-_KEYS = {"method": str, "num_speculative_tokens": int, "prompt_lookup_min": int, "prompt_lookup_max": int}
+_KEYS = {
+    "method": str,
+    "model": str,
+    "num_speculative_tokens": int,
+    "prompt_lookup_min": int,
+    "prompt_lookup_max": int,
+}
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """`tokens`: most drafts in a step; `shortest`, `longest`: of the n-grams that are looked up, in tokens."""
+    """`tokens`: most drafts in a step; `shortest`, `longest`: of the n-grams that are looked up, in tokens. `model`
+    names the drafter's checkpoint, where that is another than the model's."""
 
     method: str
     tokens: int
     shortest: int = 2
     longest: int = 5
+    model: str = ""
 
     @property
     def tapped(self) -> bool:
@@ -39,33 +48,37 @@ def speculation(text: str) -> Speculation | None:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise SettingsError(_FLAG, found=str(error), accepted=f"a JSON object, e.g. {_EXAMPLE}") from error
+        raise SettingsError(FLAG, found=str(error), accepted=f"a JSON object, e.g. {_EXAMPLE}") from error
     if not isinstance(values, dict):
-        raise SettingsError(_FLAG, found=type(values).__name__, accepted=f"a JSON object, e.g. {_EXAMPLE}")
+        raise SettingsError(FLAG, found=type(values).__name__, accepted=f"a JSON object, e.g. {_EXAMPLE}")
     for name, value in values.items():
         if name not in _KEYS:
-            raise SettingsError(f"{_FLAG}: key", found=name, accepted=", ".join(_KEYS))
+            raise SettingsError(f"{FLAG}: key", found=name, accepted=", ".join(_KEYS))
         if not isinstance(value, _KEYS[name]) or isinstance(value, bool):
-            raise SettingsError(f"{_FLAG}: {name}", found=repr(value), accepted=_KEYS[name].__name__)
+            raise SettingsError(f"{FLAG}: {name}", found=repr(value), accepted=_KEYS[name].__name__)
     made = Speculation(
         values.get("method", ""),
         values.get("num_speculative_tokens", 4),
         values.get("prompt_lookup_min", 2),
         values.get("prompt_lookup_max", max(5, values.get("prompt_lookup_min", 2))),
+        values.get("model", ""),
     )
     return _checked(made)
 
 
 def _checked(made: Speculation) -> Speculation:
+    separate = made.method in SEPARATE
+    wanted = "the drafter's checkpoint: a folder, a GGUF file or a name" if separate else f"none with {made.method}"
     checks: list[tuple[str, Any, bool, str]] = [
         ("method", made.method or "none", made.method in METHODS, ", ".join(METHODS)),
+        ("model", made.model or "none", bool(made.model) == separate, wanted),
         ("num_speculative_tokens", made.tokens, 1 <= made.tokens <= 16, "1 to 16"),
         ("prompt_lookup_min", made.shortest, made.shortest >= 1, "1 or more"),
         ("prompt_lookup_max", made.longest, made.longest >= made.shortest, f"{made.shortest} or more"),
     ]
     for name, found, ok, accepted in checks:
         if not ok:
-            raise SettingsError(f"{_FLAG}: {name}", found=found, accepted=accepted)
+            raise SettingsError(f"{FLAG}: {name}", found=found, accepted=accepted)
     return made
 
 
@@ -77,15 +90,15 @@ def drafting(spec: ModelSpec, headers: Headers, chosen: Speculation | None) -> M
     draft = spec.draft
     if draft is None or draft.method != chosen.method:
         raise PlanError(
-            f"{_FLAG}: method {chosen.method}",
+            f"{FLAG}: method {chosen.method}",
             found=f"a {spec.family} model, which has no such drafter",
-            accepted=_NEEDS[chosen.method],
+            accepted=_NEEDS.get(chosen.method, f"a drafter of method {chosen.method}"),
             next='{"method": "ngram"} works with every model',
         )
     missing = [linear.names[0] for linear in draft.linears if linear.names[0] not in headers]
     if missing:
         raise PlanError(
-            f"{_FLAG}: method {chosen.method}",
+            f"{FLAG}: method {chosen.method}",
             found=f"no tensor {missing[0]} in the checkpoint",
             accepted=f"a checkpoint with its drafter, {draft.prefix}*",
             next='quantisers often drop these tensors: take another copy, or {"method": "ngram"}',
