@@ -92,7 +92,7 @@ SAMPLES = {
         "no call at all <tool_cal",
         "<tool_call>\nnot a function\n</tool_call> then text",
         "<function=search>\n<parameter=query>\nbare\n</function>",
-        "<tool_call><function=search><parameter=query>\nx\n<parameter=exact>\nTrue</parameter></function></tool_call> ok",
+        "<tool_call><function=search><parameter=query>\nx\n<parameter=exact>True</parameter></function></tool_call> ok",
         "text <function= and <function=now></function></tool_call>\n\n more ",
         "<tool_call>\n<function=search>\n<parameter=query>\ncut off in the mid",
     ],
