@@ -61,7 +61,18 @@ def decode_tile(dim: int, wide: int, room: int) -> Tile:
 
 
 def prefill_tile(dim: int, wide: int, room: int) -> Tile:
-    raise NotImplementedError
+    """As `decode_tile`, for chunks."""
+    size, level = padded(dim), (room >= 160 << 10) + (room >= 200 << 10)
+    if size <= 128:
+        queries, keys, stages = (64, 64, 2) if level == 0 else (128, 64, 3)
+    elif size == 256:
+        queries, keys, stages = ((64, 32, 2), (64, 32, 3), (128, 64, 2))[level]
+    else:
+        queries, keys, stages = ((32, 16, 2), (32, 32, 2), (64, 32, 2))[level]
+    if wide == 4:
+        queries, keys = max(16, queries // 4), max(16, keys // 2)
+    buffers = 2 * keys * size * wide * max(1, stages - 1)
+    return Tile(queries, keys, 8, stages, buffers + queries * size * wide + 8192)
 
 
 def _wide(problem: Problem) -> int:
@@ -76,6 +87,8 @@ def _limits(phases: frozenset[str]) -> Any:
             return f"takes heads of up to {LARGEST_HEAD}; asked: {problem.size('head_dim')}"
         if problem.size("head_dim") % 16:
             return f"takes heads that are multiples of 16; asked: {problem.size('head_dim')}"
+        if "window" in problem.features and problem.size("window") < 2:
+            return "takes windows of 2 positions or more; asked: 1"
         if problem.kv_dtype == "float8_e4m3fn" and not device.has("cvt_e4m3"):
             return f"reads e4m3 rows by cvt_e4m3, which {device.name} has not; use --kv-cache-dtype fp8_e5m2"
         return None
@@ -218,6 +231,54 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
     return attention
 
 
+def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
+    """Attention of chunks: tiles of queries over pages and the step's own rows."""
+    from offroad.triton_kernels.paged_prefill import paged_prefill
+
+    heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
+    tile = prefill_tile(dim, _wide(problem), device.shared_per_block)
+    precision = "ieee" if problem.dtype == "float32" else "tf32"
+
+    def attention(
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        view: PagedView,
+        rows: Rows,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """As `ops.attention.attention`; rows of this step are stored first, but read from `k` and `v`."""
+        q = _rows_of(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        k_pages, v_pages = _pages(view)
+        fresh = (k_pages, v_pages)
+        if k is not None:
+            assert v is not None
+            assert view.writable, "a reader of another layer's pages has no rows of its own"
+            as_is = k.dtype == view.k.dtype and k.is_contiguous() and v.is_contiguous()
+            copies = [torch.empty(k.shape, dtype=k_pages.dtype, device=k.device) for _ in "kv"]
+            fresh = (k, v) if as_is else (copies[0], copies[1])
+            _store(k, v, view, rows, None if as_is else fresh)
+        scaled = view.k_scale is not None
+        k_scale, v_scale = (view.k_scale, view.v_scale) if scaled else (rows.start_t, rows.start_t)
+        tiles = -(-int(rows.width.max()) * heads // kv_heads // tile.queries)
+        paged_prefill[(tiles, kv_heads, len(rows.slot))](
+            q, out, k_pages, v_pages, *fresh, view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t,
+            k_scale, v_scale, spec.scale, spec.softcap or 0.0, q.stride(0), view.table.stride(0),
+            KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tile.queries,
+            BLOCK=view.block, TILE=tile.keys, WINDOW=view.window or 0, OWN=k is not None, KIND=_kind(view),
+            SCALED=scaled, SOFTCAP=spec.softcap is not None, PRECISION=precision,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return out.flatten(1)
+
+    return attention
+
+
+def _shared_prefill(device: DeviceProfile, problem: Problem) -> int:
+    return prefill_tile(problem.size("head_dim"), _wide(problem), device.shared_per_block).shared
+
+
 def _shared_decode(device: DeviceProfile, problem: Problem) -> int:
     return decode_tile(problem.size("head_dim"), _wide(problem), device.shared_per_block).shared
 
@@ -227,4 +288,8 @@ def register(registry: Registry) -> None:
     decode = frozenset({"decode", "verify", "draft"})
     registry.add(
         TritonKernel("triton.paged_decode", "attention", bind_decode, _limits(decode), _shared_decode, FEATURES)
+    )
+    prefill = frozenset({"prefill"})
+    registry.add(
+        TritonKernel("triton.paged_prefill", "attention", bind_prefill, _limits(prefill), _shared_prefill, FEATURES)
     )

@@ -57,3 +57,24 @@ DECODE = {
 @pytest.mark.parametrize("name", DECODE)
 def test_decode(name: str):
     same(DECODE[name], "decode")
+
+
+PREFILL = {
+    "a prompt": Case(starts=(0,), widths=(70,)),
+    "chunks at odd starts": Case(starts=(65, 0, 130), widths=(40, 3, 66), kv_heads=1, group=4),
+    "one token": Case(starts=(64, 0), widths=(1, 1), kv_heads=1, group=6),
+    "window": Case(starts=(100, 0), widths=(90, 20), window=33, kv_heads=1, group=2),
+    "early tokens have no block": Case(starts=(0,), widths=(150,), window=20, retired=True, kv_heads=1),
+    "softcap": Case(starts=(30,), widths=(40,), softcap=3.0, kv_heads=1),
+    "odd head": Case(starts=(66, 3), widths=(20, 10), dim=80, kv_heads=1),
+    "fp16": Case(starts=(66, 3), widths=(20, 10), dtype=F16, kv=F16),
+    "pages in fp16": Case(starts=(66, 3), widths=(20, 10), kv=F16),
+    "e5m2": Case(starts=(66, 3), widths=(20, 10), kv=E5M2, kv_heads=1),
+    "e4m3 with scales": Case(starts=(66, 3), widths=(20, 70), kv=E4M3, scaled=True),
+    "pages only": Case(starts=(66, 3), widths=(20, 70), pages_only=True, window=40),
+}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill(name: str):
+    same(PREFILL[name], "prefill")
