@@ -5,9 +5,8 @@ One source serves compute capability 8.0 to 12.1; tiles differ by shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,13 +16,9 @@ from offroad.ops.spec import Bound, Problem, Registry
 from offroad.run.rows import PagedView, Rows
 from offroad.triton_kernels.kernel import TritonKernel
 
-if TYPE_CHECKING:
-    from offroad.triton_kernels.compile import Variant
-
 LARGEST_HEAD = 512
 WORKSPACE = 128 << 20  # bytes of partial results at once: more rows take more launches
 KINDS = {"float8_e5m2": 1, "float8_e4m3fn": 2}  # kv_rows.E5M2, E4M3; others are plain
-_BYTES = {"float32": 4}
 FEATURES = frozenset({"window", "softcap", "pages_only"})
 
 
@@ -46,7 +41,8 @@ def padded(dim: int) -> int:
 def decode_tile(dim: int, wide: int, room: int) -> Tile:
     """For heads of `dim` and activations or stored rows of `wide` bytes, with `room` bytes of shared memory.
 
-    Measured by compiling: `shared` bounds what the compiler reports (tests/cpu/triton_kernels/test_compile.py).
+    `shared`: the stages' keys and values, the queries, and the sums on their way to memory, as the compiler lays them
+    out; a test compares it with what the compiler reports.
     """
     size, large = padded(dim), room >= 160 << 10
     if size <= 128:
@@ -54,10 +50,10 @@ def decode_tile(dim: int, wide: int, room: int) -> Tile:
     elif size == 256:
         keys, stages = 32, 4 if large else 3
     else:
-        keys, stages = (32, 3) if room >= 200 << 10 else (16, 3 if large else 2)
-    keys = max(16, keys * 2 // max(2, wide))
-    buffers = 2 * keys * size * wide * (stages - 1)
-    return Tile(16, keys, 4, stages, buffers + 2 * keys * size * wide + 16 * size * 4 + 8192)
+        keys, stages = (32, 3) if room >= 200 << 10 else (16, 3 if large and wide == 2 else 2)
+    keys = max(16, keys * 2 // wide)
+    shared = 2 * keys * size * wide * (stages - 1) + 16 * size * (wide + 4)
+    return Tile(16, keys, 4, stages, shared)
 
 
 def prefill_tile(dim: int, wide: int, room: int) -> Tile:
@@ -71,12 +67,23 @@ def prefill_tile(dim: int, wide: int, room: int) -> Tile:
         queries, keys, stages = ((32, 16, 2), (32, 32, 2), (64, 32, 2))[level]
     if wide == 4:
         queries, keys = max(16, queries // 4), max(16, keys // 2)
-    buffers = 2 * keys * size * wide * max(1, stages - 1)
-    return Tile(queries, keys, 8, stages, buffers + queries * size * wide + 8192)
+    buffers = stages if level == 2 else stages - 1  # wgmma reads one while others are filled
+    shared = 2 * keys * size * wide * buffers + queries * size * wide + queries * keys * wide + 2048
+    return Tile(queries, keys, 8, stages, shared)
+
+
+def wide(dtype: str, kv_dtype: str) -> int:
+    """Bytes of a number in tiles: 8-bit rows are widened there."""
+    return 4 if "float32" in (dtype, kv_dtype) else 2
 
 
 def _wide(problem: Problem) -> int:
-    return max(_BYTES.get(problem.dtype, 2), _BYTES.get(problem.kv_dtype, 2))
+    return wide(problem.dtype, problem.kv_dtype)
+
+
+def precision_of(dtype: str) -> str:
+    """fp32 activations are multiplied as such: the CPU's answers are what they are compared with."""
+    return "ieee" if dtype == "float32" else "tf32"
 
 
 def _limits(phases: frozenset[str]) -> Any:
@@ -172,7 +179,7 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
     heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
     tile = decode_tile(dim, _wide(problem), device.shared_per_block)
     group, block_d = heads // kv_heads, padded(dim)
-    precision = "ieee" if problem.dtype == "float32" else "tf32"
+    precision = precision_of(problem.dtype)
     workspaces, programs = _Workspaces(), 4 * device.units
 
     def launch(
@@ -237,7 +244,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
 
     heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
     tile = prefill_tile(dim, _wide(problem), device.shared_per_block)
-    precision = "ieee" if problem.dtype == "float32" else "tf32"
+    precision = precision_of(problem.dtype)
 
     def attention(
         q: torch.Tensor,

@@ -10,8 +10,7 @@ import triton.language as tl
 from offroad.triton_kernels.kv_rows import loaded
 
 # Partitions of a history are SMALLEST tokens long up to position 32 * SMALLEST, then twice as long per doubling of the
-# position: 16 a doubling. So a short context has enough of them for all SMs and a long one needs no more memory for them
-# than a few contexts' worth of rows.
+# position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too many for memory.
 SMALLEST = 128
 DOUBLINGS = 13
 _DOUBLINGS: tl.constexpr = tl.constexpr(DOUBLINGS)
