@@ -1,4 +1,4 @@
-"""Triton attention on a CUDA device: against the reference at real head sizes, bits of a row among others, and graphs."""
+"""Triton attention on a CUDA device: against the reference at real head sizes, batch invariance, graphs."""
 
 from __future__ import annotations
 
@@ -78,8 +78,9 @@ def test_long_contexts_and_pages_beyond_2_gib(phase: str):
     same(Case((70_000, 33_000), (width, 1), 4, 6, 256, dtype=BF16, kv=BF16, blocks=blocks), phase)
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "dim", "window"), [(8, 4, 128, None), (4, 6, 256, None), (4, 2, 256, 700),
-                                                                 (4, 8, 512, None)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim", "window"), [(8, 4, 128, None), (4, 6, 256, None), (4, 2, 256, 700), (4, 8, 512, None)]
+)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_row_alone_gives_the_bits_that_it_gives_among_others(phase: str, kv_heads, group, dim, window):
     widths = (1, 4, 2, 1) if phase == "decode" else (300, 70, 129, 1)

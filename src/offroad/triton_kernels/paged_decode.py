@@ -160,10 +160,10 @@ def sum_partitions(
     d = tl.arange(0, BLOCK_D)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for begin in range(0, count, STEP):
-        number = begin + tl.arange(0, STEP)
-        of = place + (first + number) % partitions
-        weight = tl.exp2(tl.load(part_max + of, mask=number < count, other=float("-inf")) - largest)
-        values = tl.load(part + of[:, None] * DIM + d[None], mask=(number < count)[:, None] & (d < DIM)[None], other=0)
+        which = begin + tl.arange(0, STEP)
+        at = place + (first + which) % partitions
+        weight = tl.exp2(tl.load(part_max + at, mask=which < count, other=float("-inf")) - largest)
+        values = tl.load(part + at[:, None] * DIM + d[None], mask=(which < count)[:, None] & (d < DIM)[None], other=0)
         acc += tl.sum(values * weight[:, None], 0)
     acc = acc / total
     if SCALED:
