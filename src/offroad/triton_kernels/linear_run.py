@@ -1,0 +1,233 @@
+"""Launches the linear kernels: which regime a number of rows gets, which tile, and the memory in between.
+
+Everything is decided on the host from shapes alone, so that a step can be captured in a CUDA graph; memory is made on
+the first call of a size (a warm-up before capture) and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from offroad.quant.packed import Packed
+from offroad.triton_kernels import linear_jit
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
+
+INTERPRETED = triton.knobs.runtime.interpret
+DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
+DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
+ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
+MOST_SPLITS = 16
+PAIRS = 64  # (token, expert) pairs up to which each reads its expert's weight on its own: no sorting
+WHOLE = 1 << 30  # steps of a group that is all of k
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program owns: outputs, tokens, the share of k; and how it is compiled."""
+
+    n: int
+    m: int
+    split: int
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A packed weight as the kernel's arguments."""
+
+    kind: str
+    q: torch.Tensor
+    s: torch.Tensor | None
+    m: torch.Tensor | None
+    r: torch.Tensor | None
+    units: int
+    fold: int
+    group_units: int
+    s_row: int
+    s_group: int
+
+    @property
+    def records(self) -> bool:
+        return self.kind in ("int4", "e2m1")
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "KIND": self.kind,
+            "FOLD": self.fold,
+            "E4M3_SCALES": self.s is not None and self.s.dtype == torch.uint8,
+            "HAS_M": self.m is not None,
+            "HAS_ROW_SCALE": self.r is not None,
+        }
+
+
+def stored(weight: Packed) -> Stored:
+    """The weight's tensors and strides. Its group is a power of two below 128, a multiple of 128, or all of k."""
+    tensors = weight.tensors
+    units = -(-weight.k // BLOCK_K)
+    if weight.layout == "dense":
+        return Stored("dense", tensors["w"], None, None, None, units, 1, 1, 0, 0)
+    group, s = weight.group, tensors["s"]
+    fold = BLOCK_K // group if group < BLOCK_K and group < weight.k else 1
+    group_units = WHOLE if group >= weight.k else group // BLOCK_K if fold == 1 else 1
+    q, m, r = tensors["q"], tensors.get("m"), tensors.get("r")
+    if weight.layout in ("affine8", "fp8"):
+        kind = "int8" if weight.layout == "affine8" else "e4m3"
+        return Stored(kind, q.view(torch.int8 if kind == "int8" else torch.uint8), s, m, r, units, fold, group_units, *s.stride())
+    assert isinstance(weight, Records), weight.layout
+    return Stored(weight.kind, q, s, m, r, units, fold, group_units, 1, s.shape[1])
+
+
+def splits(programs: int, units: int, sms: int) -> int:
+    """Parts of k so that there are enough programs: the least number that divides k nearly evenly."""
+    best = 1
+    for parts in range(1, min(MOST_SPLITS, max(1, units // 2)) + 1):
+        if -(-units // parts) * parts > 1.1 * units:
+            continue
+        best = parts
+        if programs * parts >= ENOUGH * sms:
+            break
+    return best
+
+
+def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int) -> Tile:
+    """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
+    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    records = -(-n // BLOCK_N)
+    wide = 128 if records % 2 == 0 or kind not in ("int4", "e2m1") else 64
+    width = {"dense": 2, "int8": 1, "e4m3": 1}.get(kind, 0.5)
+    stages = 3 if m == 64 or width == 2 else 4
+    if width == 2:
+        wide = 64
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), sms), stages=stages)
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+class Memory:
+    """Tensors kept between launches, by device and use; one that must grow leaves the smaller one to the graphs that
+    captured it. Launches of one device use it one after the other: one stream."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
+
+    def get(self, device: torch.device, use: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """At least `size` elements; zeros when it is made."""
+        kept = self.kept.setdefault((device, use), [])
+        if not kept or kept[-1].numel() < size:
+            kept.append(torch.zeros(size, dtype=dtype, device=device))
+        return kept[-1]
+
+
+MEMORY = Memory()
+
+
+def run(x: torch.Tensor, weight: Packed, *, dense_from: int = DENSE_FROM, choice: Tile | None = None) -> torch.Tensor:
+    """`x w^T + bias`; x [tokens, k] -> [tokens, n]. `choice` instead of the tile that the number of rows would get."""
+    if "w" in weight.tensors:
+        return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
+    if weight.perm is not None:
+        x = x.index_select(1, weight.perm)
+    if x.shape[0] >= dense_from:
+        return through_dense(x, weight)
+    x = x.contiguous()
+    y = torch.empty(x.shape[0], weight.n, dtype=x.dtype, device=x.device)
+    if x.shape[0]:
+        it = stored(weight)
+        rows = x.shape[0]
+        chosen = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), _sms(x.device))
+        launch(x, it, y, weight, chosen, -(-rows // chosen.m), weight.n)
+    return y
+
+
+def launch(
+    x: torch.Tensor,
+    it: Stored,
+    y: torch.Tensor,
+    weight: Packed,
+    at: Tile,
+    blocks: int,
+    n: int,
+    ids: torch.Tensor | None = None,
+    owner: torch.Tensor | None = None,
+    per_token: int = 1,
+) -> None:
+    """One launch: y [rows, n] of `blocks` blocks of tokens."""
+    rows, tiles = y.shape[0], -(-n // at.n)
+    per = -(-it.units // at.split)
+    partial = arrived = y
+    if at.split > 1:
+        partial = MEMORY.get(x.device, "partial", at.split * rows * n, torch.float32)
+        arrived = MEMORY.get(x.device, "arrived", tiles * blocks, torch.int32)
+    whole = it.records or n % at.n == 0
+    linear_jit.linear[(tiles, at.split, blocks)](
+        x,
+        it.q,
+        it.s,
+        it.m,
+        it.r,
+        weight.bias,
+        y,
+        partial,
+        arrived,
+        ids,
+        owner,
+        rows,
+        n,
+        weight.k,
+        it.units,
+        per,
+        it.s_row,
+        it.s_group,
+        it.group_units,
+        per_token,
+        **it.flags,
+        HAS_BIAS=weight.bias is not None,
+        GROUPED=owner is not None,
+        EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == it.units,
+        BN=at.n,
+        BM=at.m,
+        SPLIT=at.split,
+        STAGES=at.stages,
+        PER=per if INTERPRETED else 0,
+        ASM=not INTERPRETED and x.dtype != torch.float32,
+        num_warps=at.warps,
+    )
+
+
+def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; columns are in x's order."""
+    it, n, k = stored(weight), weight.n, weight.k
+    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    step = max(1, DENSE_BYTES // (k * x.element_size() * BLOCK_N)) * BLOCK_N
+    buffer = MEMORY.get(x.device, f"dense {x.dtype}", DENSE_BYTES // x.element_size(), x.dtype)
+    for first in range(0, n, step):
+        last = min(n, first + step)
+        piece = buffer[: (last - first) * k].view(last - first, k)
+        linear_jit.dequantise[(-(-(last - first) // BLOCK_N), it.units)](
+            it.q,
+            it.s,
+            it.m,
+            it.r,
+            piece,
+            first,
+            last,
+            k,
+            it.units,
+            it.s_row,
+            it.s_group,
+            it.group_units,
+            **it.flags,
+            ASM=not INTERPRETED and x.dtype != torch.float32,
+        )
+        torch.mm(x, piece.T, out=y[:, first:last])
+    return y if weight.bias is None else y.add_(weight.bias)
