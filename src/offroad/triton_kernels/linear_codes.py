@@ -39,6 +39,26 @@ _E4M3 = """{
     FMA e, e, x, y; FMA f, f, x, y;
     mov.b32 {$0,$1}, e; mov.b32 {$2,$3}, f;
 }"""
+# A byte is the last one of the float 2^23 + u, u = code + 128.
+_INT8_BF16 = tl.constexpr("""{
+    .reg .b32 u, e, f; .reg .f32 a, b, c, d; .reg .b32 p, q, r, s;
+    xor.b32 u, $4, 0x80808080;
+    prmt.b32 p, u, 0x4B000000, 0x7440; prmt.b32 q, u, 0x4B000000, 0x7441;
+    prmt.b32 r, u, 0x4B000000, 0x7442; prmt.b32 s, u, 0x4B000000, 0x7443;
+    mov.b32 a, p; mov.b32 b, q; mov.b32 c, r; mov.b32 d, s;
+    add.f32 a, a, 0fCB000080; add.f32 b, b, 0fCB000080; add.f32 c, c, 0fCB000080; add.f32 d, d, 0fCB000080;
+    cvt.rn.bf16x2.f32 e, b, a; cvt.rn.bf16x2.f32 f, d, c;
+    mov.b32 {$0,$1}, e; mov.b32 {$2,$3}, f;
+}""")
+# A byte is the last one of the half 1024 + u.
+_INT8_F16 = tl.constexpr("""{
+    .reg .b32 u, e, f, x, y;
+    xor.b32 u, $4, 0x80808080;
+    prmt.b32 e, u, 0x64646464, 0x4140; prmt.b32 f, u, 0x64646464, 0x4342;
+    mov.b32 x, 0x3C003C00; mov.b32 y, 0xE480E480;
+    fma.rn.f16x2 e, e, x, y; fma.rn.f16x2 f, f, x, y;
+    mov.b32 {$0,$1}, e; mov.b32 {$2,$3}, f;
+}""")
 
 
 def _filled(text: str, **words: str) -> tl.constexpr:
@@ -87,16 +107,12 @@ def _nibble(p, shift: tl.constexpr, E2M1: tl.constexpr):
         return u.to(tl.float32) - 8.0
 
 
-@triton.jit
-def _eight(p, asm: tl.constexpr, dtype: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        asm,
-        "=h,=h,=h,=h,=h,=h,=h,=h,r",
-        [p],
-        dtype=(dtype, dtype, dtype, dtype, dtype, dtype, dtype, dtype),
-        is_pure=True,
-        pack=1,
-    )
+_OUT = tl.constexpr("=h,=h,=h,=h,=h,=h,=h,=h,r")
+_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+_F16 = tl.constexpr((tl.float16,) * 8)
+_OUT4 = tl.constexpr("=h,=h,=h,=h,r")
+_BF16_4 = tl.constexpr((tl.bfloat16,) * 4)
+_F16_4 = tl.constexpr((tl.float16,) * 4)
 
 
 @triton.jit
@@ -104,14 +120,14 @@ def nibbles(p, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
     """Eight tensors of numbers from words: those of bits 0, 16, 4, 20, 8, 24, 12, 28. Integers are less 8."""
     if ASM and DTYPE == tl.bfloat16:
         if E2M1:
-            return _eight(p, _E2M1_BF16, tl.bfloat16)
+            return tl.inline_asm_elementwise(_E2M1_BF16, _OUT, [p], dtype=_BF16, is_pure=True, pack=1)
         else:
-            return _eight(p, _INT4_BF16, tl.bfloat16)
+            return tl.inline_asm_elementwise(_INT4_BF16, _OUT, [p], dtype=_BF16, is_pure=True, pack=1)
     elif ASM:
         if E2M1:
-            return _eight(p, _E2M1_F16, tl.float16)
+            return tl.inline_asm_elementwise(_E2M1_F16, _OUT, [p], dtype=_F16, is_pure=True, pack=1)
         else:
-            return _eight(p, _INT4_F16, tl.float16)
+            return tl.inline_asm_elementwise(_INT4_F16, _OUT, [p], dtype=_F16, is_pure=True, pack=1)
     else:
         return (
             _nibble(p, 0, E2M1),
@@ -126,24 +142,33 @@ def nibbles(p, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def e4m3(code, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of E4M3 codes (uint8), in DTYPE if ASM, else in fp32. Codes of NaN give 480."""
-    if ASM and DTYPE == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            _E4M3_BF16, "=h,=h,=h,=h,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4
-        )
-    elif ASM:
-        return tl.inline_asm_elementwise(_E4M3_F16, "=h,=h,=h,=h,r", [code], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        wide = code.to(tl.int32)
-        bits = ((wide & 128) << 24) | ((wide & 127) << 20)
-        return bits.to(tl.float32, bitcast=True) * _2_120
+def e4m3(code):
+    """The numbers of E4M3 codes (integers below 256), fp32. Codes of NaN give 480."""
+    wide = code.to(tl.int32)
+    bits = ((wide & 128) << 24) | ((wide & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * _2_120
 
 
 @triton.jit
-def int8(code, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of signed bytes, in DTYPE if ASM, else in fp32."""
-    if ASM:
-        return code.to(tl.float32).to(DTYPE)
+def _byte(p, shift: tl.constexpr, E4M3: tl.constexpr):
+    if E4M3:
+        return e4m3((p >> shift) & 255)
     else:
-        return code.to(tl.float32)
+        return ((p << (24 - shift)) >> 24).to(tl.float32)
+
+
+@triton.jit
+def bytes4(p, DTYPE: tl.constexpr, E4M3: tl.constexpr, ASM: tl.constexpr):
+    """Four tensors of numbers from words: those of bytes 0, 1, 2, 3."""
+    if ASM and DTYPE == tl.bfloat16:
+        if E4M3:
+            return tl.inline_asm_elementwise(_E4M3_BF16, _OUT4, [p], dtype=_BF16_4, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise(_INT8_BF16, _OUT4, [p], dtype=_BF16_4, is_pure=True, pack=1)
+    elif ASM:
+        if E4M3:
+            return tl.inline_asm_elementwise(_E4M3_F16, _OUT4, [p], dtype=_F16_4, is_pure=True, pack=1)
+        else:
+            return tl.inline_asm_elementwise(_INT8_F16, _OUT4, [p], dtype=_F16_4, is_pure=True, pack=1)
+    else:
+        return _byte(p, 0, E4M3), _byte(p, 8, E4M3), _byte(p, 16, E4M3), _byte(p, 24, E4M3)

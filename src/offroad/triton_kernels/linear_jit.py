@@ -6,37 +6,52 @@ tokens and every `SPLIT`-th part of k. Partial sums of a split go to memory in f
 them in the order of the parts, so the result does not depend on who that is.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.linear_codes import e4m3, int8, nibbles
+from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.linear_codes import bytes4, e4m3, nibbles
 
 BK = tl.constexpr(128)  # k of one step
-WORDS = tl.constexpr(1024)  # words of 4 bits: one record of 64 outputs by 128 k
 
 
 @triton.jit
-def _fragments(p, NT: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
-    """Numbers [BN, 128] of NT records. The order of a record (see `linear_pack.records`) is that in which the threads
-    of a warp hold a matrix operand, so this moves nothing between threads."""
-    words = tl.reshape(p, (NT * 4, 2, 8, 4, 4))  # 16 outputs, half of k, output, pair of k, 16 of k
-    a0, a1, b0, b1, c0, c1, d0, d1 = nibbles(words, DTYPE, E2M1, ASM)
-    low = tl.join(tl.join(a0, a1), tl.join(b0, b1))
-    high = tl.join(tl.join(c0, c1), tl.join(d0, d1))
-    parts = tl.join(low, high)  # ..., even or odd k, upper or lower 8 outputs, upper or lower 8 k
-    return tl.reshape(tl.permute(parts, (0, 6, 2, 1, 4, 7, 3, 5)), (BN, BK))
-
-
-@triton.jit
-def _scales(s, at, there, PADDED: tl.constexpr, E4M3: tl.constexpr, DTYPE: tl.constexpr):
-    if PADDED:
-        value = tl.load(s + at)
+def _fragments(p, NT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers [BN, 128] of NT records. The order of a record (see `linear_pack.pack`) is that in which the threads of
+    a warp hold a matrix operand, so this moves nothing between threads."""
+    if (KIND == "int4") or (KIND == "e2m1"):
+        words = tl.reshape(p, (NT * 4, 2, 8, 4, 4))  # 16 outputs, 64 of k, output, pair of k, 16 of k
+        a0, a1, b0, b1, c0, c1, d0, d1 = nibbles(words, DTYPE, KIND == "e2m1", ASM)
+        low = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+        high = tl.join(tl.join(c0, c1), tl.join(d0, d1))
+        parts = tl.join(low, high)  # ..., even or odd k, upper or lower 8 outputs, upper or lower 8 k
+        return tl.reshape(tl.permute(parts, (0, 6, 2, 1, 4, 7, 3, 5)), (BN, BK))
     else:
-        value = tl.load(s + at, mask=there, other=0)
+        words = tl.reshape(p, (NT * 4, 2, 2, 8, 4, 4))  # 16 outputs, 64 of k, 8 outputs, output, pair of k, 16 of k
+        a, b, c, d = bytes4(words, DTYPE, KIND == "e4m3", ASM)
+        parts = tl.join(tl.join(a, b), tl.join(c, d))  # ..., even or odd k, upper or lower 8 k
+        return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 5, 7, 4, 6)), (BN, BK))
+
+
+@triton.jit
+def _scales(s, sn, unit, units, s_group, group_units, FOLD: tl.constexpr):
+    """Scales of step `unit` (the last one's past the end), [BN] or [BN, FOLD]; `sn` are offsets of a row's first."""
+    unit = tl.minimum(unit, units - 1)
+    if FOLD > 1:
+        return tl.load(s + sn + unit.to(tl.int64) * (FOLD * s_group))
+    else:
+        return tl.load(s + sn + (unit // group_units).to(tl.int64) * s_group)
+
+
+@triton.jit
+def _number(scales, E4M3: tl.constexpr):
     if E4M3:
-        return e4m3(value, DTYPE, False)
+        return e4m3(scales)
     else:
-        return value
+        return scales
 
 
 @triton.jit
@@ -64,11 +79,10 @@ def linear(
     k,
     units,
     per,
-    s_row,
     s_group,
     group_units,
     per_token,
-    KIND: tl.constexpr,  # "int4", "e2m1" in records; "int8", "e4m3", "dense" by rows
+    KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
     FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
     E4M3_SCALES: tl.constexpr,
     HAS_M: tl.constexpr,
@@ -84,8 +98,8 @@ def linear(
     ASM: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
-    RECORDS: tl.constexpr = (KIND == "int4") or (KIND == "e2m1")
-    PADDED: tl.constexpr = RECORDS or EVEN  # scales may be read without a mask
+    DENSE: tl.constexpr = KIND == "dense"
+    WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048  # of a record: 64 outputs by 128 k
     NT: tl.constexpr = BN // 64
     pn, ps, pm = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rn = pn * BN + tl.arange(0, BN)
@@ -102,57 +116,56 @@ def linear(
     kk = tl.arange(0, BK)
     first = ps * per
     xp = x + source.to(tl.int64)[None, :] * k + kk[:, None]
-    if RECORDS:
+    if not DENSE:
         i = tl.arange(0, NT * WORDS)
         wp = w + (first_row // 64 + pn * NT) * units * WORDS + (i // WORDS) * (units * WORDS) + i % WORDS
     else:
         wp = w + (first_row + rn.to(tl.int64))[:, None] * k + kk[None, :]
-    if KIND != "dense":
+    if not DENSE:
         if FOLD > 1:
-            sn = (first_row + rn.to(tl.int64))[:, None] * s_row + tl.arange(0, FOLD)[None, :] * s_group
+            sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
         else:
-            sn = (first_row + rn.to(tl.int64)) * s_row
+            sn = (first_row + rn.to(tl.int64))
+    if not DENSE:  # read one step ahead: Triton prefetches only what a product reads as it is
+        sc = _scales(s, sn, first, units, s_group, group_units, FOLD)
+        if HAS_M:
+            mc = _scales(m, sn, first, units, s_group, group_units, FOLD)
     acc = tl.zeros((BN, BM), tl.float32)
     for j in tl.range(0, PER if PER > 0 else per, num_stages=STAGES):
         unit = first + j
+        if not DENSE:
+            sc_next = _scales(s, sn, unit + 1, units, s_group, group_units, FOLD)
+            if HAS_M:
+                mc_next = _scales(m, sn, unit + 1, units, s_group, group_units, FOLD)
         if EVEN:
             xt = tl.load(xp + unit * BK, mask=ok[None, :], other=0.0)
         else:
             xt = tl.load(xp + unit * BK, mask=ok[None, :] & (unit * BK + kk < k)[:, None], other=0.0)
             unit = tl.minimum(unit, units - 1)  # past the end x is 0
-        if RECORDS:
-            wt = _fragments(tl.load(wp + unit * WORDS), NT, BN, DTYPE, KIND == "e2m1", ASM)
+        if not DENSE:
+            wt = _fragments(tl.load(wp + unit * WORDS), NT, BN, KIND, DTYPE, ASM)
+        elif EVEN:
+            wt = tl.load(wp + unit * BK)
         else:
-            if EVEN:
-                q = tl.load(wp + unit * BK)
-            else:
-                q = tl.load(wp + unit * BK, mask=(rn < n)[:, None] & (unit * BK + kk < k)[None, :], other=0)
-            if KIND == "e4m3":
-                wt = e4m3(q, DTYPE, ASM)
-            elif KIND == "int8":
-                wt = int8(q, DTYPE, ASM)
-            else:
-                wt = q
+            wt = tl.load(wp + unit * BK, mask=(rn < n)[:, None] & (unit * BK + kk < k)[None, :], other=0.0)
         if not ASM:
             xt = xt.to(tl.float32)
             wt = wt.to(tl.float32)
-        if KIND == "dense":
+        if DENSE:
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
         elif FOLD > 1:
-            there = (rn < n)[:, None] & (unit * BK + tl.arange(0, FOLD) * (BK // FOLD) < k)[None, :]
-            at = sn + unit.to(tl.int64) * (FOLD * s_group)
-            sc = _scales(s, at, there, PADDED, E4M3_SCALES, DTYPE)
-            wt = wt * _spread(sc, FOLD, BN, wt.dtype)
+            wt = wt * _spread(_number(sc, E4M3_SCALES), FOLD, BN, wt.dtype)
             if HAS_M:
-                wt = wt + _spread(_scales(m, at, there, PADDED, False, DTYPE), FOLD, BN, wt.dtype)
+                wt = wt + _spread(mc, FOLD, BN, wt.dtype)
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
         else:
-            at = sn + (unit // group_units).to(tl.int64) * s_group
-            sc = _scales(s, at, rn < n, PADDED, E4M3_SCALES, DTYPE)
-            acc += tl.dot(wt, xt, input_precision="ieee") * sc.to(tl.float32)[:, None]
+            acc += tl.dot(wt, xt, input_precision="ieee") * _number(sc, E4M3_SCALES).to(tl.float32)[:, None]
             if HAS_M:
-                mc = _scales(m, at, rn < n, PADDED, False, DTYPE)
                 acc += mc.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), axis=0)[None, :]
+        if not DENSE:
+            sc = sc_next
+            if HAS_M:
+                mc = mc_next
     keep = (rn < n)[:, None] & ok[None, :]
     out = rm.to(tl.int64)[None, :] * n + rn[:, None]
     if SPLIT > 1:
@@ -184,7 +197,6 @@ def dequantise(
     last,
     k,
     units,
-    s_row,
     s_group,
     group_units,
     KIND: tl.constexpr,
@@ -196,30 +208,63 @@ def dequantise(
 ):
     """Rows [first, last) of a weight into `out` [last - first, k], scaled in fp32; `first` is a multiple of 64."""
     DTYPE: tl.constexpr = out.dtype.element_ty
+    WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048
     BN: tl.constexpr = 64
     unit = tl.program_id(1)
     rn = first + tl.program_id(0) * BN + tl.arange(0, BN)
     kk = unit * BK + tl.arange(0, BK)
-    there = (rn < last)[:, None] & (kk < k)[None, :]
-    if (KIND == "int4") or (KIND == "e2m1"):
-        record = (first // 64 + tl.program_id(0)).to(tl.int64) * units + unit
-        p = tl.load(w + record * WORDS + tl.arange(0, WORDS))
-        wt = _fragments(p, 1, BN, DTYPE, KIND == "e2m1", ASM).to(tl.float32)
-    else:
-        q = tl.load(w + rn.to(tl.int64)[:, None] * k + kk[None, :], mask=there, other=0)
-        wt = (e4m3(q, DTYPE, ASM) if KIND == "e4m3" else int8(q, DTYPE, ASM)).to(tl.float32)
+    record = (first // 64 + tl.program_id(0)).to(tl.int64) * units + unit
+    p = tl.load(w + record * WORDS + tl.arange(0, WORDS))
+    wt = _fragments(p, 1, BN, KIND, DTYPE, ASM).to(tl.float32)
     if FOLD > 1:
-        groups = unit * FOLD + tl.arange(0, FOLD)
-        known = (rn < last)[:, None] & (groups * (BK // FOLD) < k)[None, :]
-        at = rn.to(tl.int64)[:, None] * s_row + groups.to(tl.int64)[None, :] * s_group
-        wt = wt * _spread(_scales(s, at, known, False, E4M3_SCALES, DTYPE), FOLD, BN, tl.float32)
+        sn = rn.to(tl.int64)[:, None] + tl.arange(0, FOLD)[None, :] * s_group
+        wt = wt * _spread(_number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES), FOLD, BN, tl.float32)
         if HAS_M:
-            wt = wt + _spread(_scales(m, at, known, False, False, DTYPE), FOLD, BN, tl.float32)
+            wt = wt + _spread(_scales(m, sn, unit, units, s_group, group_units, FOLD), FOLD, BN, tl.float32)
     else:
-        at = rn.to(tl.int64) * s_row + (unit // group_units).to(tl.int64) * s_group
-        wt = wt * _scales(s, at, rn < last, False, E4M3_SCALES, DTYPE).to(tl.float32)[:, None]
+        sn = rn.to(tl.int64)
+        sc = _number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES)
+        wt = wt * sc.to(tl.float32)[:, None]
         if HAS_M:
-            wt = wt + _scales(m, at, rn < last, False, False, DTYPE).to(tl.float32)[:, None]
+            wt = wt + _scales(m, sn, unit, units, s_group, group_units, FOLD).to(tl.float32)[:, None]
     if HAS_ROW_SCALE:
-        wt = wt * tl.load(row_scale + rn, mask=rn < last, other=0.0)[:, None]
-    tl.store(out + (rn - first).to(tl.int64)[:, None] * k + kk[None, :], wt.to(DTYPE), mask=there)
+        wt = wt * tl.load(row_scale + rn)[:, None]
+    tl.store(out + (rn - first).to(tl.int64)[:, None] * k + kk[None, :], wt.to(DTYPE), mask=(rn < last)[:, None] & (kk < k)[None, :])
+
+
+def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "bf16", **options: Any) -> Variant:
+    """One specialisation, with the flags of `options` (others are off)."""
+    stored = dtype if kind == "dense" else "i32"
+    scale = "u8" if options.get("E4M3_SCALES") else options.pop("scale", "bf16")
+    pointers = {"x": dtype, "w": stored, "y": dtype, "partial": "fp32", "arrived": "i32"}
+    pointers |= {} if kind == "dense" else {"s": scale}
+    pointers |= {"m": scale} if options.get("HAS_M") else {}
+    pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
+    pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
+    sizes = ("rows", "n", "k", "units", "per", "s_group", "group_units", "per_token")
+    constants = {"KIND": kind, "FOLD": 1, "BN": bn, "BM": bm, "SPLIT": 4, "STAGES": 4, "PER": 0, "EVEN": True}
+    constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
+    warps, hot = options.pop("warps", 4), options.pop("hot", True)
+    constants |= options
+    constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
+    aligned = (*pointers, "n", "k", "s_group")
+    return Variant(label, linear, signature, constants, warps, constants["STAGES"], hot, aligned=aligned)
+
+
+_FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
+
+
+def variants() -> Iterator[Variant]:
+    """What the models of the plans use."""
+    for bm in (16, 32, 64):
+        yield _variant(f"linear int4 g128, {bm} rows", "int4", bm, STAGES=3 if bm == 64 else 4)
+    yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True)
+    yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4)
+    yield _variant("linear nvfp4, 16 rows", "e2m1", FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True)
+    for bm in (16, 64):
+        yield _variant(f"linear fp8, {bm} rows", "e4m3", bm, scale="fp32", STAGES=3 if bm == 64 else 4)
+    yield _variant("linear int8, 16 rows", "int8", scale="fp32")
+    yield _variant("linear bf16, 16 rows", "dense", bn=64)
+    yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True)
+    yield _variant("linear int4 g128, 16 rows, fp32", "int4", dtype="fp32", bn=64, hot=False, STAGES=2)

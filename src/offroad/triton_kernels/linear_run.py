@@ -43,18 +43,12 @@ class Stored:
 
     kind: str
     q: torch.Tensor
-    s: torch.Tensor | None
-    m: torch.Tensor | None
-    r: torch.Tensor | None
-    units: int
-    fold: int
-    group_units: int
-    s_row: int
-    s_group: int
-
-    @property
-    def records(self) -> bool:
-        return self.kind in ("int4", "e2m1")
+    s: torch.Tensor | None = None
+    m: torch.Tensor | None = None
+    r: torch.Tensor | None = None
+    fold: int = 1
+    group_units: int = 1
+    s_group: int = 0
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -69,19 +63,15 @@ class Stored:
 
 def stored(weight: Packed) -> Stored:
     """The weight's tensors and strides. Its group is a power of two below 128, a multiple of 128, or all of k."""
-    tensors = weight.tensors
-    units = -(-weight.k // BLOCK_K)
-    if weight.layout == "dense":
-        return Stored("dense", tensors["w"], None, None, None, units, 1, 1, 0, 0)
-    group, s = weight.group, tensors["s"]
-    fold = BLOCK_K // group if group < BLOCK_K and group < weight.k else 1
-    group_units = WHOLE if group >= weight.k else group // BLOCK_K if fold == 1 else 1
-    q, m, r = tensors["q"], tensors.get("m"), tensors.get("r")
-    if weight.layout in ("affine8", "fp8"):
-        kind = "int8" if weight.layout == "affine8" else "e4m3"
-        return Stored(kind, q.view(torch.int8 if kind == "int8" else torch.uint8), s, m, r, units, fold, group_units, *s.stride())
+    if "w" in weight.tensors:
+        return Stored("dense", weight.tensors["w"])
     assert isinstance(weight, Records), weight.layout
-    return Stored(weight.kind, q, s, m, r, units, fold, group_units, 1, s.shape[1])
+    group, tensors = weight.group, weight.tensors
+    whole = group >= weight.k
+    fold = BLOCK_K // group if group < BLOCK_K and not whole else 1
+    group_units = WHOLE if whole else max(1, group // BLOCK_K)
+    s = tensors["s"]
+    return Stored(weight.kind, tensors["q"], s, tensors.get("m"), tensors.get("r"), fold, group_units, s.shape[1])
 
 
 def splits(programs: int, units: int, sms: int) -> int:
@@ -99,12 +89,8 @@ def splits(programs: int, units: int, sms: int) -> int:
 def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    records = -(-n // BLOCK_N)
-    wide = 128 if records % 2 == 0 or kind not in ("int4", "e2m1") else 64
-    width = {"dense": 2, "int8": 1, "e4m3": 1}.get(kind, 0.5)
-    stages = 3 if m == 64 or width == 2 else 4
-    if width == 2:
-        wide = 64
+    wide = 128 if kind != "dense" and -(-n // BLOCK_N) % 2 == 0 else 64
+    stages = 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), sms), stages=stages)
 
 
@@ -163,12 +149,13 @@ def launch(
 ) -> None:
     """One launch: y [rows, n] of `blocks` blocks of tokens."""
     rows, tiles = y.shape[0], -(-n // at.n)
-    per = -(-it.units // at.split)
     partial = arrived = y
     if at.split > 1:
         partial = MEMORY.get(x.device, "partial", at.split * rows * n, torch.float32)
         arrived = MEMORY.get(x.device, "arrived", tiles * blocks, torch.int32)
-    whole = it.records or n % at.n == 0
+    units = -(-weight.k // BLOCK_K)
+    per = -(-units // at.split)
+    whole = it.kind != "dense" or n % at.n == 0
     linear_jit.linear[(tiles, at.split, blocks)](
         x,
         it.q,
@@ -184,16 +171,15 @@ def launch(
         rows,
         n,
         weight.k,
-        it.units,
+        units,
         per,
-        it.s_row,
         it.s_group,
         it.group_units,
         per_token,
         **it.flags,
         HAS_BIAS=weight.bias is not None,
         GROUPED=owner is not None,
-        EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == it.units,
+        EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == units,
         BN=at.n,
         BM=at.m,
         SPLIT=at.split,
@@ -207,13 +193,14 @@ def launch(
 def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; columns are in x's order."""
     it, n, k = stored(weight), weight.n, weight.k
+    units = -(-k // BLOCK_K)
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
     step = max(1, DENSE_BYTES // (k * x.element_size() * BLOCK_N)) * BLOCK_N
     buffer = MEMORY.get(x.device, f"dense {x.dtype}", DENSE_BYTES // x.element_size(), x.dtype)
     for first in range(0, n, step):
         last = min(n, first + step)
         piece = buffer[: (last - first) * k].view(last - first, k)
-        linear_jit.dequantise[(-(-(last - first) // BLOCK_N), it.units)](
+        linear_jit.dequantise[(-(-(last - first) // BLOCK_N), units)](
             it.q,
             it.s,
             it.m,
@@ -222,9 +209,8 @@ def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             first,
             last,
             k,
-            it.units,
-            it.s_row,
-            it.s_group,
+            units,
+                it.s_group,
             it.group_units,
             **it.flags,
             ASM=not INTERPRETED and x.dtype != torch.float32,

@@ -47,8 +47,7 @@ def check(found: torch.Tensor, expected: torch.Tensor, dtype: str = "float32") -
 
 
 def through(weight: Packed, x: torch.Tensor, **choice) -> torch.Tensor:
-    mine = linear_pack.pack(weight) if weight.layout in ("affine4", "fp4") else weight
-    return linear_run.run(x, mine, **choice)
+    return linear_run.run(x, linear_pack.pack(weight), **choice)
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 128), (192, 384), (130, 224)])
@@ -61,3 +60,39 @@ def test_int4(n: int, k: int, group: int, sym: bool):
     for rows in (1, 3, 17):
         x = torch.randn(rows, k)
         check(through(weight, x), linear(x, weight))
+
+
+@pytest.mark.parametrize(("layout", "group", "sym"), [("affine8", 16, True), ("affine8", 32, False), ("affine8", 0, False), ("fp8", 128, True), ("fp8", 0, True), ("fp8", 32, True), ("fp4", 16, True), ("fp4", 32, True)])
+def test_other_codes(layout: str, group: int, sym: bool):
+    n, k = 130, 352
+    weight = random_weight(layout, n, k, group or k, sym=sym)
+    for rows in (2, 17):
+        x = torch.randn(rows, k)
+        check(through(weight, x), linear(x, weight))
+        check(through(weight, x, dense_from=1), linear(x, weight))
+
+
+FORMATS = [("affine4", 32, False), ("affine4", 0, True), ("affine8", 32, False), ("fp8", 128, True), ("fp4", 16, True)]
+
+
+@pytest.mark.parametrize(("layout", "group", "sym"), FORMATS)
+def test_packed_rows_are_the_weights(layout: str, group: int, sym: bool):
+    """All of the weight comes back out of records: exactly, but for a row's factor of NVFP4 and minima added in fp32."""
+    weight = random_weight(layout, 130, 352, group or 352, sym=sym)
+    rows = torch.tensor([0, 129, 7, 64, 63, 8, 100, 7])
+    found = linear_pack.dequantised_rows(linear_pack.pack(weight), rows)
+    torch.testing.assert_close(found, dequantise(weight)[rows], atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("layout", "group", "sym"), FORMATS)
+def test_half_activations_bias_and_order(layout: str, group: int, sym: bool, dtype: str):
+    """Columns in another order (act order), a bias, and k over several programs, whose sums are added in order."""
+    n, k = 130, 640
+    weight = random_weight(layout, n, k, group or k, sym=sym)
+    weight = replace(weight, bias=torch.randn(n).to(getattr(torch, dtype)), perm=torch.randperm(k))
+    x = torch.randn(5, k).to(getattr(torch, dtype))
+    expected = linear(x.float(), replace(weight, bias=weight.bias.float()))
+    for split in (1, 2, 3):
+        check(through(weight, x, choice=Tile(64, 16, split)), expected, dtype)
+    check(through(weight, x, dense_from=1), expected, dtype)
