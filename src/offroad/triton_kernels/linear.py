@@ -44,6 +44,12 @@ def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     return run
 
 
+def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_grouped import grouped
+
+    return grouped
+
+
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Rows `ids` of an embedding in records times `scale`, [tokens, hidden] in `dtype`."""
     rows = dequantised_rows(weight, ids).to(dtype)
@@ -59,7 +65,12 @@ def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
 
 
 def register(registry: Registry) -> None:
-    """Adds the linears and embeddings over weights of 4 and of 8 bits."""
+    """Adds the linears and embeddings over weights of 4 and of 8 bits, and the linears of experts."""
+    for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
+        limits, shared = _limits(layout), _shared(layout)
+        registry.add(
+            TritonKernel(f"triton.grouped_{name}", "grouped_linear", _bind_grouped, limits, shared, layout=layout)
+        )
     for layout, bits in ((W4, 4), (W8, 8)):
         limits = _limits(layout)
         registry.add(

@@ -22,7 +22,6 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 MOST_SPLITS = 16
-PAIRS = 64  # (token, expert) pairs up to which each reads its expert's weight on its own: no sorting
 WHOLE = 1 << 30  # steps of a group that is all of k
 
 
@@ -86,16 +85,17 @@ def splits(programs: int, units: int, sms: int) -> int:
     return best
 
 
-def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int) -> Tile:
+def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int, dtype: torch.dtype) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
-    m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    wide = 128 if kind != "dense" and -(-n // BLOCK_N) % 2 == 0 else 64
-    stages = 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
+    m = 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
+    wide = 128 if kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0 else 64
+    stages = 2 if dtype == torch.float32 else 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), sms), stages=stages)
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def device_sms(device: torch.device) -> int:
+    """Streaming multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -130,7 +130,7 @@ def run(x: torch.Tensor, weight: Packed, *, dense_from: int = DENSE_FROM, choice
     if x.shape[0]:
         it = stored(weight)
         rows = x.shape[0]
-        chosen = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), _sms(x.device))
+        chosen = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), device_sms(x.device), x.dtype)
         launch(x, it, y, weight, chosen, -(-rows // chosen.m), weight.n)
     return y
 

@@ -10,8 +10,10 @@ import torch
 pytest.importorskip("triton")
 
 from offroad.ops.linear import TOLERANCE, linear  # noqa: E402
-from offroad.quant.packed import E2M1, Packed, dequantise  # noqa: E402
-from offroad.triton_kernels import linear_pack, linear_run  # noqa: E402
+from offroad.ops.moe import grouped_linear  # noqa: E402
+from offroad.quant.packed import Packed, dequantise  # noqa: E402
+from offroad.triton_kernels import linear_grouped, linear_pack, linear_run  # noqa: E402
+from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
 from offroad.triton_kernels.linear_run import Tile  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -96,3 +98,35 @@ def test_half_activations_bias_and_order(layout: str, group: int, sym: bool, dty
     for split in (1, 2, 3):
         check(through(weight, x, choice=Tile(64, 16, split)), expected, dtype)
     check(through(weight, x, dense_from=1), expected, dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 30])
+@pytest.mark.parametrize(("layout", "group", "sym"), [*FORMATS, ("dense", 0, True)])
+def test_experts(layout: str, group: int, sym: bool, tokens: int):
+    """One pair a block, and pairs sorted by expert; experts that nobody chose, x by token and by pair."""
+    count, n, k, top_k = 5, 64, 256, 3
+    torch.manual_seed(tokens)
+    if layout == "dense":
+        weight = Packed("dense", count * n, k, {"w": torch.randn(count * n, k) / 16})
+        mine = weight
+    else:
+        weight = random_weight(layout, count * n, k, group or k, sym=sym)
+        mine = linear_pack.pack(weight)
+    experts = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])
+    x = torch.randn(tokens, k)
+    check(grouped(x, experts, mine, count), grouped_linear(x, experts, weight, count))
+    x = torch.randn(tokens, top_k, k)
+    check(grouped(x, experts, mine, count), grouped_linear(x, experts, weight, count))
+
+
+@pytest.mark.parametrize(("pairs", "count", "size"), [(7, 3, 2), (40, 6, 16), (1, 4, 16), (64, 2, 16)])
+def test_sorting_places_every_pair_once(pairs: int, count: int, size: int):
+    experts = torch.randint(0, count, (pairs, 1))
+    ids, owner = linear_grouped.sort(experts, count, size)
+    assert len(ids) == len(owner) * size
+    placed = ids < pairs
+    assert sorted(ids[placed].tolist()) == list(range(pairs))
+    for block, expert in enumerate(owner.tolist()):
+        own = ids[block * size : (block + 1) * size]
+        assert all(int(experts[i, 0]) == expert for i in own[own < pairs])
+        assert expert >= 0 or bool((own == pairs).all())
