@@ -16,6 +16,11 @@ from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequant
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
 SHARED_OF = {W4: 82432, W8: 98816, "dense": 98816}
+REASON = {
+    W4: "4-bit weights widened in registers, products in the activations' type",
+    W8: "8-bit weights widened in registers, products in the activations' type; native FP8 products are not there yet",
+    "dense": "Triton kernel, each expert's weights once for all of its tokens",
+}
 SMALLEST_GROUP = 16
 GGUF_GROUP = 16  # some of its kinds have 32
 
@@ -32,7 +37,7 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
             group = GGUF_GROUP if kind.startswith("gguf.") else group_of(kind, k)
             small = SMALLEST_GROUP <= group < BLOCK_K and BLOCK_K % group == 0
             if not (small or group % BLOCK_K == 0 or group >= k):
-                return f"needs groups of {SMALLEST_GROUP} to {BLOCK_K} that divide {BLOCK_K}, or of its multiples, not {group}"
+                return f"needs groups of 16, 32, 64, a multiple of {BLOCK_K} or all of k, not {group} ({kind})"
         return None
 
     return limits
@@ -69,7 +74,15 @@ def register(registry: Registry) -> None:
     for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
         limits, shared = _limits(layout), _shared(layout)
         registry.add(
-            TritonKernel(f"triton.grouped_{name}", "grouped_linear", _bind_grouped, limits, shared, layout=layout)
+            TritonKernel(
+                f"triton.grouped_{name}",
+                "grouped_linear",
+                _bind_grouped,
+                limits,
+                shared,
+                layout=layout,
+                reason=REASON[layout],
+            )
         )
     for layout, bits in ((W4, 4), (W8, 8)):
         limits = _limits(layout)
@@ -82,6 +95,7 @@ def register(registry: Registry) -> None:
                 _shared(layout),
                 features=frozenset({"bias"}),
                 layout=layout,
+                reason=REASON[layout],
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))

@@ -118,7 +118,7 @@ _F16_4 = tl.constexpr((tl.float16,) * 4)
 @triton.jit
 def nibbles(p, DTYPE: tl.constexpr, E2M1: tl.constexpr, ASM: tl.constexpr):
     """Eight tensors of numbers from words: those of bits 0, 16, 4, 20, 8, 24, 12, 28. Integers are less 8."""
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and DTYPE.is_bf16():
         if E2M1:
             return tl.inline_asm_elementwise(_E2M1_BF16, _OUT, [p], dtype=_BF16, is_pure=True, pack=1)
         else:
@@ -160,7 +160,7 @@ def _byte(p, shift: tl.constexpr, E4M3: tl.constexpr):
 @triton.jit
 def bytes4(p, DTYPE: tl.constexpr, E4M3: tl.constexpr, ASM: tl.constexpr):
     """Four tensors of numbers from words: those of bytes 0, 1, 2, 3."""
-    if ASM and DTYPE == tl.bfloat16:
+    if ASM and DTYPE.is_bf16():
         if E4M3:
             return tl.inline_asm_elementwise(_E4M3_BF16, _OUT4, [p], dtype=_BF16_4, is_pure=True, pack=1)
         else:

@@ -125,7 +125,7 @@ def linear(
         if FOLD > 1:
             sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
         else:
-            sn = (first_row + rn.to(tl.int64))
+            sn = first_row + rn.to(tl.int64)
     if not DENSE:  # read one step ahead: Triton prefetches only what a product reads as it is
         sc = _scales(s, sn, first, units, s_group, group_units, FOLD)
         if HAS_M:
@@ -218,7 +218,9 @@ def dequantise(
     wt = _fragments(p, 1, BN, KIND, DTYPE, ASM).to(tl.float32)
     if FOLD > 1:
         sn = rn.to(tl.int64)[:, None] + tl.arange(0, FOLD)[None, :] * s_group
-        wt = wt * _spread(_number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES), FOLD, BN, tl.float32)
+        wt = wt * _spread(
+            _number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES), FOLD, BN, tl.float32
+        )
         if HAS_M:
             wt = wt + _spread(_scales(m, sn, unit, units, s_group, group_units, FOLD), FOLD, BN, tl.float32)
     else:
@@ -229,7 +231,11 @@ def dequantise(
             wt = wt + _scales(m, sn, unit, units, s_group, group_units, FOLD).to(tl.float32)[:, None]
     if HAS_ROW_SCALE:
         wt = wt * tl.load(row_scale + rn)[:, None]
-    tl.store(out + (rn - first).to(tl.int64)[:, None] * k + kk[None, :], wt.to(DTYPE), mask=(rn < last)[:, None] & (kk < k)[None, :])
+    tl.store(
+        out + (rn - first).to(tl.int64)[:, None] * k + kk[None, :],
+        wt.to(DTYPE),
+        mask=(rn < last)[:, None] & (kk < k)[None, :],
+    )
 
 
 def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "bf16", **options: Any) -> Variant:

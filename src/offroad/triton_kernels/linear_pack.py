@@ -26,12 +26,12 @@ def pack(weight: Packed) -> Records:
     """A canonical quantised weight in records, `triton.w4` or `triton.w8` by the size of its codes:
 
     - `q` int32 [ceil(n / 64), ceil(k / 128), words] (see `_nibbles`, `_bytes`); codes of affine4 are u = q;
-    - `s` [groups, padded n], and `m` unless it is 0: w = q * s + m, for affine4 w = (q - 8) * s + m. They are in bf16 or
-      fp16 if that holds them exactly, else in fp32;
+    - `s` [groups, padded n], and `m` unless it is 0: w = q * s + m, for affine4 w = (q - 8) * s + m. They are in bf16
+      or fp16 if that holds them exactly, else in fp32;
     - fp4: `s` may be uint8 codes of E4M3, then `r` fp32 [padded n] is a row's factor: w = e2m1 * e4m3 * r.
 
-    Padding has scale 0. Groups are a divisor of 128, a multiple of it, or all of k. A dense weight (parts that could not
-    stand side by side became one) stays as it is, under the name of 4 bits. Works where the weight is.
+    Padding has scale 0. Groups are a divisor of 128, a multiple of it, or all of k. A dense weight (parts that could
+    not stand side by side became one) stays as it is, under the name of 4 bits. Works where the weight is.
     """
     if weight.layout == "dense":
         return Records(W4, weight.n, weight.k, weight.tensors, 0, weight.bias, kind="dense")
@@ -105,8 +105,8 @@ def _records(weight: Packed) -> torch.Tensor:
 
 
 def _nibbles(rows: torch.Tensor, count: int, units: int) -> torch.Tensor:
-    """Nibbles i = 0..3 and 4 + i of a word are neighbours in k (the even one low); bit 0 of i is the lower or upper 8 of
-    16 outputs, bit 1 the lower or upper 8 of 16 k. Order of words: [16 outputs][64 k][output][pair of k][16 k]."""
+    """Nibbles i = 0..3 and 4 + i of a word are neighbours in k (the even one low); bit 0 of i is the lower or upper 8
+    of 16 outputs, bit 1 the lower or upper 8 of 16 k. Order of words: [16 outputs][64 k][output][pair of k][16 k]."""
     # tile, 16 outputs, upper 8 outputs, output, unit, 64 k, 16 k, upper 8 k, pair
     pairs = rows.reshape(count, 4, 2, 8, units, 2, 4, 2, 4).permute(0, 4, 1, 5, 3, 8, 6, 7, 2).to(torch.int32)
     halves = (pairs & 15) | ((pairs >> 4) << 16)

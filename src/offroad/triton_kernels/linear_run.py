@@ -22,6 +22,7 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 MOST_SPLITS = 16
+INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
 
 
@@ -85,9 +86,14 @@ def splits(programs: int, units: int, sms: int) -> int:
     return best
 
 
+def width(rows: int, dtype: torch.dtype) -> int:
+    """Tokens that a program owns when a block has `rows`."""
+    return 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
+
+
 def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int, dtype: torch.dtype) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
-    m = 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
+    m = width(rows, dtype)
     wide = 128 if kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0 else 64
     stages = 2 if dtype == torch.float32 else 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), sms), stages=stages)
@@ -117,21 +123,35 @@ class Memory:
 MEMORY = Memory()
 
 
-def run(x: torch.Tensor, weight: Packed, *, dense_from: int = DENSE_FROM, choice: Tile | None = None) -> torch.Tensor:
-    """`x w^T + bias`; x [tokens, k] -> [tokens, n]. `choice` instead of the tile that the number of rows would get."""
+def run(
+    x: torch.Tensor,
+    weight: Packed,
+    *,
+    invariant: bool = False,
+    dense_from: int = DENSE_FROM,
+    choice: Tile | None = None,
+) -> torch.Tensor:
+    """`x w^T + bias`; x [tokens, k] -> [tokens, n].
+
+    By the number of rows: few have a tile as narrow as they are, more several tiles of 64 beside each other, and from
+    `dense_from` on the weight is dequantised into memory for torch's GEMM. `invariant` pins one tile and one split of k
+    for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
+    operations at many. `choice` is a tile to measure.
+    """
     if "w" in weight.tensors:
         return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
-    if x.shape[0] >= dense_from:
+    rows = x.shape[0]
+    if rows >= dense_from and not invariant and choice is None:
         return through_dense(x, weight)
     x = x.contiguous()
-    y = torch.empty(x.shape[0], weight.n, dtype=x.dtype, device=x.device)
-    if x.shape[0]:
+    y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
+    if rows:
         it = stored(weight)
-        rows = x.shape[0]
-        chosen = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), device_sms(x.device), x.dtype)
-        launch(x, it, y, weight, chosen, -(-rows // chosen.m), weight.n)
+        assumed = INVARIANT_ROWS if invariant else rows
+        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), device_sms(x.device), x.dtype)
+        launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
     return y
 
 
@@ -191,7 +211,7 @@ def launch(
 
 
 def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; columns are in x's order."""
+    """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; x is in its order."""
     it, n, k = stored(weight), weight.n, weight.k
     units = -(-k // BLOCK_K)
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
@@ -210,7 +230,7 @@ def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             last,
             k,
             units,
-                it.s_group,
+            it.s_group,
             it.group_units,
             **it.flags,
             ASM=not INTERPRETED and x.dtype != torch.float32,

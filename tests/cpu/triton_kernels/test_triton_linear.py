@@ -9,43 +9,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from offroad.ops.linear import TOLERANCE, linear  # noqa: E402
+from linear_cases import FORMATS, check, random_weight  # noqa: E402
+
+from offroad.ops.linear import linear  # noqa: E402
 from offroad.ops.moe import grouped_linear  # noqa: E402
 from offroad.quant.packed import Packed, dequantise  # noqa: E402
 from offroad.triton_kernels import linear_grouped, linear_pack, linear_run  # noqa: E402
 from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
 from offroad.triton_kernels.linear_run import Tile  # noqa: E402
-
-FP8 = torch.float8_e4m3fn
-
-
-def random_weight(layout: str, n: int, k: int, group: int, *, sym: bool = True, seed: int = 0) -> Packed:
-    """A canonical weight of random codes; scales that 16 bits hold, as files have them."""
-    g = torch.Generator().manual_seed(seed)
-    groups = -(-k // group)
-    s = ((torch.rand(n, groups, generator=g) + 0.2) / k**0.5).bfloat16().float()
-    if layout == "affine4":
-        q = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
-        zero = torch.full((n, groups), 8.0) if sym else torch.randint(0, 16, (n, groups), generator=g).float()
-        return Packed(layout, n, k, {"q": q, "s": s / 4, "m": -zero * s / 4}, group)
-    if layout == "affine8":
-        q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
-        tensors = {"q": q, "s": s / 64} | ({} if sym else {"m": s * 0.3})
-        return Packed(layout, n, k, tensors, group)
-    if layout == "fp8":
-        return Packed(layout, n, k, {"q": torch.randn(n, k, generator=g).to(FP8), "s": s}, group)
-    assert layout == "fp4"
-    q = torch.randint(0, 256, (n, k // 2), generator=g, dtype=torch.uint8)
-    if group == 16:  # NVFP4: E4M3 times a row's own fp32 factor
-        s = (torch.rand(n, groups, generator=g) * 400 + 1).to(FP8).float() * (torch.rand(n, 1, generator=g) * 1e-4)
-    else:
-        s = 2.0 ** torch.randint(-9, -3, (n, groups), generator=g)
-    return Packed(layout, n, k, {"q": q, "s": s}, group)
-
-
-def check(found: torch.Tensor, expected: torch.Tensor, dtype: str = "float32") -> None:
-    allowed = TOLERANCE[dtype]
-    torch.testing.assert_close(found.float(), expected.float(), atol=allowed.absolute, rtol=allowed.relative)
 
 
 def through(weight: Packed, x: torch.Tensor, **choice) -> torch.Tensor:
@@ -64,7 +35,19 @@ def test_int4(n: int, k: int, group: int, sym: bool):
         check(through(weight, x), linear(x, weight))
 
 
-@pytest.mark.parametrize(("layout", "group", "sym"), [("affine8", 16, True), ("affine8", 32, False), ("affine8", 0, False), ("fp8", 128, True), ("fp8", 0, True), ("fp8", 32, True), ("fp4", 16, True), ("fp4", 32, True)])
+@pytest.mark.parametrize(
+    ("layout", "group", "sym"),
+    [
+        ("affine8", 16, True),
+        ("affine8", 32, False),
+        ("affine8", 0, False),
+        ("fp8", 128, True),
+        ("fp8", 0, True),
+        ("fp8", 32, True),
+        ("fp4", 16, True),
+        ("fp4", 32, True),
+    ],
+)
 def test_other_codes(layout: str, group: int, sym: bool):
     n, k = 130, 352
     weight = random_weight(layout, n, k, group or k, sym=sym)
@@ -74,12 +57,9 @@ def test_other_codes(layout: str, group: int, sym: bool):
         check(through(weight, x, dense_from=1), linear(x, weight))
 
 
-FORMATS = [("affine4", 32, False), ("affine4", 0, True), ("affine8", 32, False), ("fp8", 128, True), ("fp4", 16, True)]
-
-
 @pytest.mark.parametrize(("layout", "group", "sym"), FORMATS)
 def test_packed_rows_are_the_weights(layout: str, group: int, sym: bool):
-    """All of the weight comes back out of records: exactly, but for a row's factor of NVFP4 and minima added in fp32."""
+    """All of the weight comes back out of records: exactly, but for the factors of NVFP4's rows, and minima."""
     weight = random_weight(layout, 130, 352, group or 352, sym=sym)
     rows = torch.tensor([0, 129, 7, 64, 63, 8, 100, 7])
     found = linear_pack.dequantised_rows(linear_pack.pack(weight), rows)
