@@ -18,7 +18,7 @@ from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_run
 from offroad.triton_kernels.linear_grouped import grouped
 from offroad.triton_kernels.linear_pack import pack
-from offroad.triton_kernels.linear_run import Tile, device_sms, run
+from offroad.triton_kernels.linear_run import Tile, card, run
 
 SHAPES = {  # [n, k]
     "qwen3.5-27b": {
@@ -138,7 +138,7 @@ def tune(x: torch.Tensor, weights: list[Packed], kind: str, n: int, k: int, us: 
             found.append((microseconds([lambda w=w, at=at: run(x, w, choice=at) for w in weights]), at))
         except Exception as error:  # noqa: BLE001 a tile that does not fit is not a candidate
             print(f"    {at}: {type(error).__name__}")
-    used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, rows, 1, device_sms(x.device), x.dtype)
+    used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, rows, 1, card(x.device), x.dtype)
     print(f"    used {used} {us:.1f} us; best:")
     for time, at in sorted(found, key=lambda pair: pair[0])[:5]:
         print(f"    {time:8.1f} us {at}", flush=True)

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from offroad.quant.packed import Packed
-from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Tile, device_sms, launch, stored, tile, width
+from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Tile, card, launch, stored, tile, width
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -68,7 +68,7 @@ def grouped(
     alone = pairs <= PAIRS and not invariant
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
     blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, blocks, device_sms(x.device), x.dtype)
+    at = choice or tile(it.kind, n, weight.k, rows, blocks, card(x.device), x.dtype)
     if alone:
         ids, owner = _alone(pairs, at.m, x.device), experts.flatten()
     else:

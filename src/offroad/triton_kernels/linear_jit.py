@@ -250,27 +250,41 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     sizes = ("rows", "n", "k", "units", "per", "s_group", "group_units", "per_token")
     constants = {"KIND": kind, "FOLD": 1, "BN": bn, "BM": bm, "SPLIT": 4, "STAGES": 4, "PER": 0, "EVEN": True}
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
-    warps, hot = options.pop("warps", 4), options.pop("hot", True)
+    warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
     constants |= options
     constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
     aligned = (*pointers, "n", "k", "s_group")
-    return Variant(label, linear, signature, constants, warps, constants["STAGES"], hot, aligned=aligned)
+    return Variant(label, linear, signature, constants, warps, constants["STAGES"], hot, archs, aligned)
 
 
 _FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
 
 
+def _dequantise(label: str, kind: str, **options: Any) -> Variant:
+    pointers = {"w": "*i32", "s": "*bf16", "out": "*bf16"}
+    sizes = dict.fromkeys(("first", "last", "k", "units", "s_group", "group_units"), "i32")
+    constants = {"KIND": kind, "FOLD": 1, "E4M3_SCALES": False, "HAS_M": False, "HAS_ROW_SCALE": False, "ASM": True}
+    archs = options.pop("archs")
+    constants |= {"m": None, "row_scale": None} | options
+    aligned = (*pointers, "k", "s_group")
+    return Variant(label, dequantise, pointers | sizes, constants, archs=archs, aligned=aligned)
+
+
 def variants() -> Iterator[Variant]:
-    """What the models of the plans use."""
-    for bm in (16, 32, 64):
-        yield _variant(f"linear int4 g128, {bm} rows", "int4", bm, STAGES=3 if bm == 64 else 4)
-    yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True)
-    yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4)
-    yield _variant("linear nvfp4, 16 rows", "e2m1", FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True)
-    for bm in (16, 64):
-        yield _variant(f"linear fp8, {bm} rows", "e4m3", bm, scale="fp32", STAGES=3 if bm == 64 else 4)
-    yield _variant("linear int8, 16 rows", "int8", scale="fp32")
-    yield _variant("linear bf16, 16 rows", "dense", bn=64)
-    yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True)
-    yield _variant("linear int4 g128, 16 rows, fp32", "int4", dtype="fp32", bn=64, hot=False, STAGES=2)
+    """What the models of the plans use, on the GPUs where it differs."""
+    fast, both, hopper = (80, 90, 100, 120), (90, 120), (90,)
+    yield _variant("linear int4 g128, 16 rows", "int4", archs=fast)
+    yield _variant("linear int4 g128, 64 rows", "int4", 64, STAGES=3, archs=hopper)
+    yield _variant("linear int4 g128, 64 rows, narrow", "int4", 64, 64, STAGES=3, archs=(80, 100, 120))
+    yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True, archs=both)
+    yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4, archs=both)
+    yield _variant("linear nvfp4, 16 rows", "e2m1", FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True, archs=both)
+    yield _variant("linear fp8, 16 rows", "e4m3", scale="fp32", STAGES=3, archs=fast)
+    yield _variant("linear fp8, 64 rows", "e4m3", 64, scale="fp32", STAGES=3, archs=hopper)
+    yield _variant("linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", STAGES=3, archs=(80, 120))
+    yield _variant("linear int8, 16 rows", "int8", scale="fp32", STAGES=3, archs=both)
+    yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
+    yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
+    yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
+    yield _dequantise("dequantise int4 g128", "int4", archs=hopper)

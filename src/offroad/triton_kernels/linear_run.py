@@ -27,6 +27,14 @@ WHOLE = 1 << 30  # steps of a group that is all of k
 
 
 @dataclass(frozen=True)
+class Card:
+    """Streaming multiprocessors, and whether matrix instructions take an operand of 64 rows from registers (wgmma)."""
+
+    sms: int
+    wgmma: bool
+
+
+@dataclass(frozen=True)
 class Tile:
     """What a program owns: outputs, tokens, the share of k; and how it is compiled."""
 
@@ -91,18 +99,22 @@ def width(rows: int, dtype: torch.dtype) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
 
 
-def tile(kind: str, n: int, k: int, rows: int, blocks: int, sms: int, dtype: torch.dtype) -> Tile:
+def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
     m = width(rows, dtype)
-    wide = 128 if kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0 else 64
+    whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
+    wide = 128 if whole and (m < 64 or card.wgmma) else 64
     stages = 2 if dtype == torch.float32 else 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
-    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), sms), stages=stages)
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), card.sms), stages=stages)
 
 
 @cache
-def device_sms(device: torch.device) -> int:
-    """Streaming multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def card(device: torch.device) -> Card:
+    """The device that tensors on `device` are on; a small one for the interpreter."""
+    if device.type != "cuda":
+        return Card(4, True)
+    found = torch.cuda.get_device_properties(device)
+    return Card(found.multi_processor_count, found.major == 9)
 
 
 class Memory:
@@ -150,7 +162,7 @@ def run(
     if rows:
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
-        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), device_sms(x.device), x.dtype)
+        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), card(x.device), x.dtype)
         launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
     return y
 
