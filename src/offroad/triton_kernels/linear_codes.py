@@ -150,6 +150,17 @@ def e4m3(code):
 
 
 @triton.jit
+def scale_numbers(code, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of E4M3 codes without a sign, in DTYPE if ASM, else in fp32."""
+    if ASM and DTYPE.is_bf16():
+        return (code.to(tl.int16) << 4).to(tl.bfloat16, bitcast=True) * tl.full((1, 1), _2_120, tl.bfloat16)
+    elif ASM:
+        return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True) * tl.full((1, 1), 256.0, tl.float16)
+    else:
+        return e4m3(code)
+
+
+@triton.jit
 def _byte(p, shift: tl.constexpr, E4M3: tl.constexpr):
     if E4M3:
         return e4m3((p >> shift) & 255)

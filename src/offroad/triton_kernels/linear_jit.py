@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
-from offroad.triton_kernels.linear_codes import bytes4, e4m3, nibbles
+from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
 
@@ -44,14 +44,6 @@ def _scales(s, sn, unit, units, s_group, group_units, FOLD: tl.constexpr):
         return tl.load(s + sn + unit.to(tl.int64) * (FOLD * s_group))
     else:
         return tl.load(s + sn + (unit // group_units).to(tl.int64) * s_group)
-
-
-@triton.jit
-def _number(scales, E4M3: tl.constexpr):
-    if E4M3:
-        return e4m3(scales)
-    else:
-        return scales
 
 
 @triton.jit
@@ -154,12 +146,15 @@ def linear(
         if DENSE:
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
         elif FOLD > 1:
-            wt = wt * _spread(_number(sc, E4M3_SCALES), FOLD, BN, wt.dtype)
+            if E4M3_SCALES:
+                wt = wt * _spread(scale_numbers(sc, DTYPE, ASM), FOLD, BN, wt.dtype)
+            else:
+                wt = wt * _spread(sc, FOLD, BN, wt.dtype)
             if HAS_M:
                 wt = wt + _spread(mc, FOLD, BN, wt.dtype)
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
         else:
-            acc += tl.dot(wt, xt, input_precision="ieee") * _number(sc, E4M3_SCALES).to(tl.float32)[:, None]
+            acc += tl.dot(wt, xt, input_precision="ieee") * sc.to(tl.float32)[:, None]
             if HAS_M:
                 acc += mc.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), axis=0)[None, :]
         if not DENSE:
@@ -218,14 +213,15 @@ def dequantise(
     wt = _fragments(p, 1, BN, KIND, DTYPE, ASM).to(tl.float32)
     if FOLD > 1:
         sn = rn.to(tl.int64)[:, None] + tl.arange(0, FOLD)[None, :] * s_group
-        wt = wt * _spread(
-            _number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES), FOLD, BN, tl.float32
-        )
+        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
+        if E4M3_SCALES:
+            sc = scale_numbers(sc, tl.float32, False)
+        wt = wt * _spread(sc, FOLD, BN, tl.float32)
         if HAS_M:
             wt = wt + _spread(_scales(m, sn, unit, units, s_group, group_units, FOLD), FOLD, BN, tl.float32)
     else:
         sn = rn.to(tl.int64)
-        sc = _number(_scales(s, sn, unit, units, s_group, group_units, FOLD), E4M3_SCALES)
+        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
         wt = wt * sc.to(tl.float32)[:, None]
         if HAS_M:
             wt = wt + _scales(m, sn, unit, units, s_group, group_units, FOLD).to(tl.float32)[:, None]

@@ -39,12 +39,12 @@ def pack(weight: Packed) -> Records:
     m = weight.tensors.get("m")
     if kind == "int4":
         m = m + 8 * s
-    tensors = {"q": _records(weight)} | (_factored(s) if kind == "e2m1" else {"s": _halved(s)})
+    folded = weight.group < min(BLOCK_K, weight.k)
+    tensors = {"q": _records(weight)} | (_factored(s) if kind == "e2m1" and folded else {"s": _halved(s)})
     if m is not None and bool(m.any()):
         tensors["m"] = _halved(m)
     rows, units = tensors["q"].shape[0] * BLOCK_N, tensors["q"].shape[1]
-    whole = weight.group >= BLOCK_K or weight.group >= weight.k
-    groups = s.shape[1] if whole else units * BLOCK_K // weight.group
+    groups = units * BLOCK_K // weight.group if folded else s.shape[1]
     for name in ("s", "m"):
         if name in tensors:
             tensors[name] = _padded(tensors[name].T, groups, rows)
@@ -82,7 +82,7 @@ def _factored(s: torch.Tensor) -> dict[str, torch.Tensor]:
         worst = torch.where(scaled == 0, 0.0, error / scaled.abs()).amax(1, keepdim=True)
         better = worst < best
         best, factor = torch.where(better, worst, best), torch.where(better, r, factor)
-    if float(best.max()) > 2.0**-20:
+    if float(best.max()) > 2.0**-20 or bool((s < 0).any()):
         return {"s": _halved(s)}
     return {"s": (s / factor).to(torch.float8_e4m3fn).view(torch.uint8), "r": factor[:, 0].contiguous()}
 
