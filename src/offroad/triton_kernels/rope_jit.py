@@ -15,12 +15,9 @@ TOKENS = 4  # tokens of a program, one a warp: a head's sum is the same whatever
 
 
 @triton.jit
-def _rms(x, weight, at, live, eps, DIM: tl.constexpr, WEIGHTED: tl.constexpr):
-    """(1 / rms [tokens, 1] of the heads x [tokens, BLOCK], the weights at `at` or 1)."""
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
-    if WEIGHTED:
-        return scale, tl.load(weight + at, mask=live, other=0.0).to(tl.float32)[None]
-    return scale, tl.full([1, 1], 1.0, tl.float32)
+def _inverse_rms(x, eps, DIM: tl.constexpr):
+    """1 / rms [tokens, 1] of the heads x [tokens, BLOCK]."""
+    return tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
 
 
 @triton.jit
@@ -41,7 +38,8 @@ def _rotated(
     x = tl.load(base + at[None], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(base + partner[None], mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        scale, w = _rms(x, weight, at, live, eps, DIM, True)
+        scale = _inverse_rms(x, eps, DIM)
+        w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)[None]
         x = (x * scale * w).to(kind).to(tl.float32)
         w_other = tl.load(weight + partner, mask=live, other=0.0).to(tl.float32)[None]
         other = (other * scale * w_other).to(kind).to(tl.float32)
@@ -88,8 +86,8 @@ def qkv_rope_kernel(
         index = head - HEADS - KV
         column = HEADS * Q_STEP + (index if K_EQ_V else KV + index) * DIM
         x = tl.load(qkv + token[:, None] * stride + column + at[None], mask=mask, other=0.0).to(tl.float32)
-        scale, _ = _rms(x, qkv, at, at < DIM, eps, DIM, False)
-        tl.store(v + (token[:, None] * KV + index) * DIM + at[None], (x * scale).to(v.dtype.element_ty), mask=mask)
+        x *= _inverse_rms(x, eps, DIM)
+        tl.store(v + (token[:, None] * KV + index) * DIM + at[None], x.to(v.dtype.element_ty), mask=mask)
 
 
 def qkv_rope(

@@ -16,7 +16,7 @@ def route_kernel(
     logits, scale, weights, chosen, stride, experts,
     TOP: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """weights fp32 and chosen int64 [tokens, TOP] of logits [tokens, experts]; the lowest expert of equal ones first."""
+    """weights fp32 and chosen int64 [tokens, TOP] of logits [tokens, experts]; of equal ones the first."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < experts
