@@ -21,6 +21,7 @@ from offroad.ops import (
 )
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
+from offroad.triton_kernels import delta as triton_delta
 from offroad.triton_kernels import rows as triton_rows
 
 
@@ -34,6 +35,7 @@ def default_registry() -> Registry:
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
     triton_rows.register(registry)
+    triton_delta.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
