@@ -1,14 +1,19 @@
 """Gated DeltaNet of chunk rows, 64 tokens at a time: `ops.gated_delta.chunked` as four kernels.
 
-1. mix: convolution, silu and unit lengths; q (times key_dim^-0.5), k and v in the type of activations.
-2. solve: for each 64 tokens and value head T = (I + strictly lower(beta K K^T D))^-1 diag(beta), A = lower(Q K^T D), and
-   the running sum G of decays. This is all that does not need the state.
-3. scan: from 64 to 64 tokens, delta = T (V - e^G K S), out = e^G Q S + A delta, S = e^last S + K^T (e^(last - G) delta).
+1. mix: convolution and silu of q, k and v, rounded to the type of activations, and 1 / length of each q and k.
+2. solve: for each 64 tokens and value head T = (I + strictly lower(beta K K^T D))^-1 diag(beta), A = lower(Q K^T D)
+   and the running sum G of decays: all that does not need the state.
+3. scan: from 64 to 64 tokens, delta = T (V - e^G K S), out = e^G Q S + A delta and
+   S = e^last S + K^T (e^(last - G) delta).
 4. gate: the gated norm, which needs all of a head's columns where the scan has a block of them.
 
 T comes from blocked forward substitution: the four diagonal blocks of 16 rows are inverted together, row by row, in
 fp32; with B their inverses and N = B times what is left of them, T = (I - N)(I + N^2) B, for N^4 = 0. N has solved rows
 only, so its powers do not grow as those of the whole system do when keys repeat.
+
+16-bit activations do not make 16-bit sums: q and k enter dots as they are and their lengths as factors of rows; T, A, S
+and delta, which are not of that type, as a rounded part and what it lacks. With parts left out, outputs of keys that
+repeat are off by half their size: T is large then, and its terms cancel.
 """
 
 from __future__ import annotations
@@ -30,11 +35,12 @@ GATED = 16  # tokens of a program of the gate
 
 @triton.jit
 def mix_kernel(
-    qkvz, ring, slots, starts, widths, offsets, taps, mixed, first, stride, ring_slot, ring_stride, capacity,
+    qkvz, ring, slots, starts, widths, offsets, taps, mixed, lengths, first, stride, ring_slot, ring_stride, capacity,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, h, r): tokens [c CHUNK, (c + 1) CHUNK) of row first + r in head h, queries first, then keys, values."""
+    """Program (c, h, r): tokens [c CHUNK, (c + 1) CHUNK) of row first + r in head h: queries, then keys, then values.
+    `lengths` fp32 [tokens, 2 KEY_HEADS] gets what queries (times DK^-0.5) and keys are to be multiplied by."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     row = first + tl.program_id(2)
@@ -63,12 +69,51 @@ def mix_kernel(
                 place = ring + slot * ring_slot + (position % capacity)[:, None] * ring_stride + at[None]
                 x += tl.load(place, mask=old, other=0.0).to(kind).to(tl.float32)
             total += x * tl.load(taps + at * (BACK + 1) + tap, mask=column < size, other=0.0)[None]
-        total = (total * tl.sigmoid(total)).to(kind).to(tl.float32)
+        rounded = (total * tl.sigmoid(total)).to(kind)
         if key:
-            total *= tl.rsqrt(tl.sum(total * total, axis=1) + 1e-6)[:, None]
-            total *= tl.where(head < KEY_HEADS, DK**-0.5, 1.0)
+            total = rounded.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(total * total, axis=1) + 1e-6) * tl.where(head < KEY_HEADS, DK**-0.5, 1.0)
+            tl.store(lengths + (offset + t) * (2 * KEY_HEADS) + head, scale, mask=t < width)
         channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
-        tl.store(mixed + (offset + t)[:, None] * channels + at[None], total.to(kind), mask=live)
+        tl.store(mixed + (offset + t)[:, None] * channels + at[None], rounded, mask=live)
+
+
+@triton.jit
+def _parts(x, kind: tl.constexpr):
+    """fp32 numbers rounded to a type, and what that lacks."""
+    rounded = x.to(kind)
+    return rounded, (x - rounded.to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _dot(a, x, SPLIT: tl.constexpr):
+    """a x in fp32, of a as it is and fp32 x."""
+    if SPLIT:
+        high, low = _parts(x, a.dtype)
+        return tl.dot(a, high, tl.dot(a, low))
+    else:
+        return tl.dot(a, x, input_precision="ieee")
+
+
+@triton.jit
+def _dot_parts(place, lacking, live, x, SPLIT: tl.constexpr):
+    """a x in fp32, of a matrix whose parts lie at `place` and `lacking` elements further."""
+    high = tl.load(place, mask=live, other=0.0)
+    if SPLIT:
+        low = tl.load(place + lacking, mask=live, other=0.0)
+        x_high, x_low = _parts(x, high.dtype)
+        return tl.dot(high, x_high, tl.dot(high, x_low, tl.dot(low, x_high)))
+    else:
+        return tl.dot(high, x, input_precision="ieee")
+
+
+@triton.jit
+def _store_parts(place, lacking, live, x, SPLIT: tl.constexpr):
+    """Stores fp32 x as `_dot_parts` reads it."""
+    high, low = _parts(x, place.dtype.element_ty)
+    tl.store(place, high, mask=live)
+    if SPLIT:
+        tl.store(place + lacking, low, mask=live)
 
 
 @triton.jit
@@ -93,11 +138,12 @@ def _inverse(system, rows, columns, SIZE: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def solve_kernel(
-    mixed, ba, widths, offsets, a_log, dt_bias, solved, scores, sums, first, ba_stride,
+    mixed, lengths, ba, widths, offsets, a_log, dt_bias, solved, scores, sums, first, ba_stride, lacking,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, h, r): T and A [tokens, HEADS, CHUNK] and G [tokens, HEADS] of a chunk of row first + r in head h."""
+    """Program (c, h, r): T and A [parts, tokens, HEADS, CHUNK] and G [tokens, HEADS] of a chunk of row first + r in
+    head h; `lacking` elements lie between parts."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     row = first + tl.program_id(2)
@@ -120,21 +166,26 @@ def solve_kernel(
         rows = tl.arange(0, CHUNK)[:, None]
         columns = tl.arange(0, CHUNK)[None]
         between = tl.exp(tl.where(rows >= columns, total[:, None] - total[None], float("-inf")))
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
-        inverse = _inverse(tl.where(rows > columns, system, 0.0), rows, columns, CHUNK, PRECISION)
-        inside = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+        length = lengths + token * (2 * KEY_HEADS) + head // (HEADS // KEY_HEADS)
+        q_scale = tl.load(length, mask=live, other=0.0)
+        k_scale = tl.load(length + KEY_HEADS, mask=live, other=0.0)
+        between *= k_scale[None]
         at = (token[:, None] * HEADS + head) * CHUNK + columns
-        tl.store(solved + at, (inverse * beta[None]).to(solved.dtype.element_ty), mask=live[:, None])
-        tl.store(scores + at, inside.to(scores.dtype.element_ty), mask=live[:, None])
+        inside = tl.dot(q, tl.trans(k), input_precision="ieee") * between * q_scale[:, None]
+        _store_parts(scores + at, lacking, live[:, None], inside, SPLIT)
+        system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * (beta * k_scale)[:, None]
+        system = tl.where(rows > columns, system, 0.0)
+        inverse = _inverse(system, rows, columns, CHUNK, "tf32x3" if SPLIT else "ieee")
+        _store_parts(solved + at, lacking, live[:, None], inverse * beta[None], SPLIT)
         tl.store(sums + token * HEADS + head, total, mask=live)
 
 
 @triton.jit
 def scan_kernel(
-    mixed, solved, scores, sums, states, boundaries, slots, starts, widths, offsets, out, first,
+    mixed, lengths, solved, scores, sums, states, boundaries, slots, starts, widths, offsets, out, first, lacking,
     state_slot, state_stride, capacity,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, PRECISION: tl.constexpr, EMIT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, SPLIT: tl.constexpr, EMIT: tl.constexpr,
 ):  # fmt: skip
     """Program (v, h, r): V value columns of head h over all chunks of row first + r; leaves the last state, and with
     EMIT those behind every chunk in `boundaries` [rows, chunks, HEADS, DK, DV], whose second size is EMIT."""
@@ -165,20 +216,19 @@ def scan_kernel(
         live_value = live[:, None] & (value < DV)[None]
         v = tl.load(v_at, mask=live_value, other=0.0)
         square = (token[:, None] * HEADS + head) * CHUNK + lane[None]
-        t = tl.load(solved + square, mask=live[:, None], other=0.0)
-        a = tl.load(scores + square, mask=live[:, None], other=0.0)
         total = tl.load(sums + token * HEADS + head, mask=live, other=0.0)
         end = tl.minimum(width, (chunk + 1) * CHUNK) - 1
         last = tl.load(sums + (offset + end) * HEADS + head)
-        growth = tl.exp(total)[:, None]
-        rounded = state.to(kind)
-        rest = v.to(tl.float32) - growth * tl.dot(k, rounded, input_precision=PRECISION)
-        delta = tl.dot(t, rest.to(kind), input_precision=PRECISION)
-        y = growth * tl.dot(q, rounded, input_precision=PRECISION)
-        y += tl.dot(a, delta.to(kind), input_precision=PRECISION)
+        length = lengths + token * (2 * KEY_HEADS) + head // (HEADS // KEY_HEADS)
+        q_scale = tl.load(length, mask=live, other=0.0) * tl.exp(total)
+        k_scale = tl.load(length + KEY_HEADS, mask=live, other=0.0)
+        rest = v.to(tl.float32) - (k_scale * tl.exp(total))[:, None] * _dot(k, state, SPLIT)
+        delta = _dot_parts(solved + square, lacking, live[:, None], rest, SPLIT)
+        y = q_scale[:, None] * _dot(q, state, SPLIT)
+        y += _dot_parts(scores + square, lacking, live[:, None], delta, SPLIT)
         # What is not there has a key of 0 and must not overflow.
-        left = delta * tl.exp(tl.where(live, last - total, 0.0))[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(k), left.to(kind), input_precision=PRECISION)
+        left = delta * (k_scale * tl.exp(tl.where(live, last - total, 0.0)))[:, None]
+        state = state * tl.exp(last) + _dot(tl.trans(k), left, SPLIT)
         tl.store(out + token[:, None] * (HEADS * DV) + head * DV + value[None], y.to(kind), mask=live_value)
         if EMIT > 0:
             index = (tl.program_id(2).to(tl.int64) * EMIT + chunk) * HEADS + head
@@ -230,25 +280,27 @@ def gated_delta(
     longest, done = int(rows.width[first:].max()), int(rows.offset[first])
     tokens, kind, device = qkvz.shape[0], qkvz.dtype, qkvz.device
     mixed = torch.empty((tokens, spec.channels), dtype=kind, device=device)
-    solved, scores = (torch.empty((tokens, spec.value_heads, CHUNK), dtype=kind, device=device) for _ in range(2))
+    lengths = torch.empty((tokens, 2 * spec.key_heads), dtype=torch.float32, device=device)
+    split = kind != torch.float32
+    shape = (1 + split, tokens, spec.value_heads, CHUNK)
+    solved, scores = (torch.empty(shape, dtype=kind, device=device) for _ in range(2))
     sums = torch.empty((tokens, spec.value_heads), dtype=torch.float32, device=device)
     dims = (spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim)
     k, v = (max(16, triton.next_power_of_2(size)) for size in dims[2:])
-    precision = "ieee" if kind == torch.float32 else "tf32"
     chunks, ring, kept = triton.cdiv(longest, CHUNK), conv.data, state.data
     mix_kernel[(chunks, 2 * spec.key_heads + spec.value_heads, count)](
-        qkvz, ring, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, weights.conv, mixed, first,
+        qkvz, ring, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, weights.conv, mixed, lengths, first,
         qkvz.stride(0), ring.stride(0), ring.stride(1), conv.capacity, *dims, spec.kernel - 1, CHUNK, max(k, v),
         num_warps=8,
     )  # fmt: skip
     solve_kernel[(chunks, spec.value_heads, count)](
-        mixed, ba, rows.width_t, rows.offset_t, weights.a_log, weights.dt_bias, solved, scores, sums, first,
-        ba.stride(0), *dims, CHUNK, k, precision, num_warps=4,
+        mixed, lengths, ba, rows.width_t, rows.offset_t, weights.a_log, weights.dt_bias, solved, scores, sums, first,
+        ba.stride(0), solved.stride(0), *dims, CHUNK, k, split, num_warps=4,
     )  # fmt: skip
     block = min(VALUES, v)
     scan_kernel[(triton.cdiv(spec.value_dim, block), spec.value_heads, count)](
-        mixed, solved, scores, sums, kept, boundaries, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, out, first,
-        kept.stride(0), kept.stride(1), state.capacity, *dims, CHUNK, k, block, precision,
+        mixed, lengths, solved, scores, sums, kept, boundaries, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t,
+        out, first, solved.stride(0), kept.stride(0), kept.stride(1), state.capacity, *dims, CHUNK, k, block, split,
         0 if boundaries is None else boundaries.shape[1], num_warps=4, num_stages=1,
     )  # fmt: skip
     gate_kernel[(triton.cdiv(tokens - done, GATED), spec.value_heads)](
@@ -261,12 +313,12 @@ def variants() -> Iterator[Variant]:
     """Qwen3.5-27B."""
     kinds = dict.fromkeys(("qkvz", "ba", "ring", "mixed", "solved", "scores", "out"), "*bf16")
     kinds |= dict.fromkeys(("slots", "starts", "widths", "offsets"), "*i32")
-    kinds |= dict.fromkeys(("taps", "a_log", "dt_bias", "norm", "sums", "states", "boundaries"), "*fp32")
+    kinds |= dict.fromkeys(("taps", "a_log", "dt_bias", "norm", "sums", "states", "boundaries", "lengths"), "*fp32")
     sizes = ("first", "stride", "ba_stride", "ring_slot", "ring_stride", "capacity", "state_slot", "state_stride")
-    kinds |= dict.fromkeys((*sizes, "tokens", "channels"), "i32") | {"eps": "fp32"}
+    kinds |= dict.fromkeys((*sizes, "tokens", "channels", "lacking"), "i32") | {"eps": "fp32"}
     dims = {"KEY_HEADS": 16, "HEADS": 48, "DK": 128, "DV": 128, "CHUNK": CHUNK}
     aligned = {"qkvz", "ring", "mixed", "solved", "scores", "states", "out", "stride", "ring_slot", "ring_stride"}
-    aligned |= {"state_slot", "state_stride", "channels"}
+    aligned |= {"state_slot", "state_stride", "channels", "lacking"}
 
     def variant(label: str, function, constants: dict, warps: int, stages: int = 1) -> Variant:
         names = [name for name in function.arg_names if name not in constants]
@@ -275,8 +327,8 @@ def variants() -> Iterator[Variant]:
         return Variant(f"gated_delta {label}", function, signature, constants, warps, stages, aligned=near)
 
     yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8)
-    yield variant("solve", solve_kernel, dims | {"K": 128, "PRECISION": "tf32"}, 4)
-    scan = dims | {"K": 128, "V": VALUES, "PRECISION": "tf32", "EMIT": 0}
+    yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, 4)
+    scan = dims | {"K": 128, "V": VALUES, "SPLIT": True, "EMIT": 0}
     yield variant("scan", scan_kernel, scan, 4)
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
     yield variant("gate", gate_kernel, gate, 4)
