@@ -28,8 +28,8 @@ from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import CHUNK, DeltaWeights
 from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.delta import HOPPER, OTHERS, Tiles
 
-VALUES = 64  # value columns of a program of the scan
 GATED = 16  # tokens of a program of the gate
 
 
@@ -96,6 +96,37 @@ def _dot(a, x, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _product(a, x, kind: tl.constexpr, SPLIT: tl.constexpr):
+    """a x in fp32, of two fp32 matrices."""
+    if SPLIT:
+        high, low = _parts(a, kind)
+        x_high, x_low = _parts(x, kind)
+        return tl.dot(high, x_high, tl.dot(high, x_low, tl.dot(low, x_high)))
+    else:
+        return tl.dot(a, x, input_precision="ieee")
+
+
+@triton.jit
+def _inverse(system, rows, columns, SIZE: tl.constexpr, kind: tl.constexpr, SPLIT: tl.constexpr):
+    """(I + system)^-1 of a strictly lower triangular system [SIZE, SIZE], fp32; `rows`, `columns` are its indices."""
+    blocks: tl.constexpr = SIZE // 16
+    same = (rows // 16) == (columns // 16)
+    diagonal = tl.sum(tl.reshape(tl.where(same, system, 0.0), [blocks, 16, blocks, 16]), axis=2)
+    i = tl.arange(0, 16)[None, :, None]
+    solved = tl.where(i == tl.arange(0, 16)[None, None, :], 1.0, 0.0) + tl.zeros([blocks, 16, 16], tl.float32)
+    for step in range(1, 16):
+        factors = tl.sum(tl.where(i == step, diagonal, 0.0), axis=1)
+        update = tl.sum(factors[:, :, None] * solved, axis=1)
+        solved = tl.where(i == step, solved - update[:, None, :], solved)
+    spread = tl.broadcast_to(solved[:, :, None, :], [blocks, 16, blocks, 16])
+    inverse = tl.where(same, tl.reshape(spread, [SIZE, SIZE]), 0.0)
+    n = _product(inverse, tl.where(same, 0.0, system), kind, SPLIT)
+    square = _product(n, n, kind, SPLIT)
+    powers = square - n - _product(n, square, kind, SPLIT)
+    return inverse + _product(powers, inverse, kind, SPLIT)
+
+
+@triton.jit
 def _dot_parts(place, lacking, live, x, SPLIT: tl.constexpr):
     """a x in fp32, of a matrix whose parts lie at `place` and `lacking` elements further."""
     high = tl.load(place, mask=live, other=0.0)
@@ -114,26 +145,6 @@ def _store_parts(place, lacking, live, x, SPLIT: tl.constexpr):
     tl.store(place, high, mask=live)
     if SPLIT:
         tl.store(place + lacking, low, mask=live)
-
-
-@triton.jit
-def _inverse(system, rows, columns, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + system)^-1 of a strictly lower triangular system [SIZE, SIZE], fp32; `rows`, `columns` are its indices."""
-    blocks: tl.constexpr = SIZE // 16
-    same = (rows // 16) == (columns // 16)
-    diagonal = tl.sum(tl.reshape(tl.where(same, system, 0.0), [blocks, 16, blocks, 16]), axis=2)
-    i = tl.arange(0, 16)[None, :, None]
-    solved = tl.where(i == tl.arange(0, 16)[None, None, :], 1.0, 0.0) + tl.zeros([blocks, 16, 16], tl.float32)
-    for step in range(1, 16):
-        factors = tl.sum(tl.where(i == step, diagonal, 0.0), axis=1)
-        update = tl.sum(factors[:, :, None] * solved, axis=1)
-        solved = tl.where(i == step, solved - update[:, None, :], solved)
-    spread = tl.broadcast_to(solved[:, :, None, :], [blocks, 16, blocks, 16])
-    inverse = tl.where(same, tl.reshape(spread, [SIZE, SIZE]), 0.0)
-    n = tl.dot(inverse, tl.where(same, 0.0, system), input_precision=PRECISION)
-    square = tl.dot(n, n, input_precision=PRECISION)
-    powers = square - n - tl.dot(n, square, input_precision=PRECISION)
-    return inverse + tl.dot(powers, inverse, input_precision=PRECISION)
 
 
 @triton.jit
@@ -175,7 +186,7 @@ def solve_kernel(
         _store_parts(scores + at, lacking, live[:, None], inside, SPLIT)
         system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * (beta * k_scale)[:, None]
         system = tl.where(rows > columns, system, 0.0)
-        inverse = _inverse(system, rows, columns, CHUNK, "tf32x3" if SPLIT else "ieee")
+        inverse = _inverse(system, rows, columns, CHUNK, mixed.dtype.element_ty, SPLIT)
         _store_parts(solved + at, lacking, live[:, None], inverse * beta[None], SPLIT)
         tl.store(sums + token * HEADS + head, total, mask=live)
 
@@ -269,6 +280,7 @@ def gated_delta(
     weights: DeltaWeights,
     eps: float,
     out: torch.Tensor,
+    tiles: Tiles,
     boundaries: torch.Tensor | None = None,
 ) -> None:
     """Writes the chunk rows' part of `out` and their last states; columns in `conv` are read, none is stored.
@@ -295,13 +307,14 @@ def gated_delta(
     )  # fmt: skip
     solve_kernel[(chunks, spec.value_heads, count)](
         mixed, lengths, ba, rows.width_t, rows.offset_t, weights.a_log, weights.dt_bias, solved, scores, sums, first,
-        ba.stride(0), solved.stride(0), *dims, CHUNK, k, split, num_warps=4,
+        ba.stride(0), solved.stride(0), *dims, CHUNK, k, split, num_warps=tiles.solve_warps, num_stages=1,
     )  # fmt: skip
-    block = min(VALUES, v)
+    block = min(tiles.values, v)
     scan_kernel[(triton.cdiv(spec.value_dim, block), spec.value_heads, count)](
         mixed, lengths, solved, scores, sums, kept, boundaries, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t,
         out, first, solved.stride(0), kept.stride(0), kept.stride(1), state.capacity, *dims, CHUNK, k, block, split,
-        0 if boundaries is None else boundaries.shape[1], num_warps=4, num_stages=1,
+        0 if boundaries is None else boundaries.shape[1], num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
     gate_kernel[(triton.cdiv(tokens - done, GATED), spec.value_heads)](
         out, qkvz, weights.norm, done, tokens - done, qkvz.stride(0), spec.channels, eps, spec.value_heads,
@@ -320,15 +333,18 @@ def variants() -> Iterator[Variant]:
     aligned = {"qkvz", "ring", "mixed", "solved", "scores", "states", "out", "stride", "ring_slot", "ring_stride"}
     aligned |= {"state_slot", "state_stride", "channels", "lacking"}
 
-    def variant(label: str, function, constants: dict, warps: int, stages: int = 1) -> Variant:
+    def variant(label: str, function, constants: dict, warps: int, stages: int = 1, **more) -> Variant:
         names = [name for name in function.arg_names if name not in constants]
         signature = {name: kinds[name] for name in names}
         near = tuple(sorted(aligned & set(names)))
-        return Variant(f"gated_delta {label}", function, signature, constants, warps, stages, aligned=near)
+        return Variant(f"gated_delta {label}", function, signature, constants, warps, stages, aligned=near, **more)
 
     yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8)
-    yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, 4)
-    scan = dims | {"K": 128, "V": VALUES, "SPLIT": True, "EMIT": 0}
-    yield variant("scan", scan_kernel, scan, 4)
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
     yield variant("gate", gate_kernel, gate, 4)
+    # Both are tuned for compute capability 9.0; few registers spill elsewhere.
+    for tiles, archs in ((HOPPER, (90,)), (OTHERS, (80, 100, 120))):
+        more = {"hot": tiles is HOPPER, "archs": archs}
+        yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, tiles.solve_warps, **more)
+        scan = dims | {"K": 128, "V": tiles.values, "SPLIT": True, "EMIT": 0}
+        yield variant("scan", scan_kernel, scan, tiles.warps, tiles.stages, **more)

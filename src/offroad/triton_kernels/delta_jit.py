@@ -19,6 +19,7 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels import delta_chunk_jit
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.delta import Tiles
 
 COLUMNS = 1024  # columns of a program that stores them
 
@@ -124,6 +125,7 @@ def gated_delta(
     spec: GatedDeltaSpec,
     weights: DeltaWeights,
     eps: float,
+    tiles: Tiles,
 ) -> torch.Tensor:
     """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone."""
     qkvz, ba = (t if t.stride(1) == 1 else t.contiguous() for t in (qkvz, ba))
@@ -141,7 +143,7 @@ def gated_delta(
             num_warps=4,
         )  # fmt: skip
     if rows.verify < count:
-        delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out)
+        delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
     if count and conv.capacity:
         store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
             qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from offroad.device.profile import load_profile
 from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import TOLERANCE, DeltaWeights, gated_delta
 from offroad.ops.registry import default_registry
@@ -15,6 +16,7 @@ from offroad.ops.spec import Problem
 from offroad.run.rows import RingView, Rows
 
 EPS = 1e-6
+H100 = load_profile("h100-80gb")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Span = tuple[int, int, int]  # slot, start, width
 
@@ -56,7 +58,7 @@ class Pair:
             [self._ring(conv, self.dtype), self._ring(state, torch.float32)] for _ in range(2)
         )
         registry = default_registry()
-        self.kernel = registry.kernels["triton.gated_delta"].prepare(None, Problem("gated_delta", "decode", dtype))
+        self.kernel = registry.kernels["triton.gated_delta"].prepare(H100, Problem("gated_delta", "decode", dtype))
 
     def _ring(self, shape: tuple[int, ...], dtype: torch.dtype) -> RingView:
         return RingView(torch.full(shape, float("nan"), dtype=dtype, device=self.device))

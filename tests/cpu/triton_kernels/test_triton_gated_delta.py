@@ -11,50 +11,50 @@ pytest.importorskip("triton")
 from offroad.device.profile import load_profile  # noqa: E402
 from offroad.ops.registry import default_registry  # noqa: E402
 from offroad.ops.spec import Problem  # noqa: E402
+from offroad.triton_kernels.delta import HOPPER  # noqa: E402
 
-SPEC = spec_of(1, 2, 16, 16)
+SPEC, ONE_HEAD = spec_of(1, 2, 16, 16), spec_of(1, 1, 16, 16)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 64, 65, 130])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 63, 64, 130])
 def test_a_prompt_in_one_chunk(length: int):
-    Pair(SPEC).step(chunks=[(2, 0, length)])
+    Pair(ONE_HEAD).step(chunks=[(2, 0, length)])
 
 
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("start", [1, 2, 3, 70])
+@pytest.mark.parametrize(("start", "k"), [(1, 0), (2, 3), (3, 0), (70, 3)])
 def test_a_prompt_cut_in_two_then_tokens(start: int, k: int):
-    pair = Pair(SPEC, k=k)
+    pair = Pair(ONE_HEAD, k=k)
     pair.step(chunks=[(1, 0, start)])
     pair.step(chunks=[(1, start, 2), (3, 0, 66)])
     pair.step(chunks=[(1, start + 2, 1)], verify=[(3, 66, k + 1)])
     pair.step(verify=[(1, start + 3, 1)])
 
 
-@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("k", [1, 3])
 def test_rounds_of_verification_with_rejected_tokens(k: int):
-    pair = Pair(spec_of(1, 3, 16, 16), k=k)
-    pair.step(chunks=[(0, 0, 1), (2, 0, 2), (3, 0, 70)])
-    pair.rounds(range(1, k + 2), (1, 0, 2, 70), 6)
+    pair = Pair(spec_of(1, 1, 16, 16), k=k)
+    pair.step(chunks=[(0, 0, 1), (2, 0, 70)])
+    pair.rounds(range(1, k + 2), (1, 0, 70), 4)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 32, 64), (1, 2, 64, 32), (1, 1, 128, 128), (1, 3, 8, 4), (2, 1, 6, 40)])
 def test_head_sizes(sizes: tuple[int, int, int, int]):
     pair = Pair(spec_of(*sizes), k=1)
     pair.step(chunks=[(1, 0, 67)])
-    pair.step(verify=[(1, 67, 2), (0, 0, 1)])
+    pair.step(verify=[(1, 67, 1)])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_other_types(dtype: str):
-    pair = Pair(SPEC, dtype, k=1)
-    pair.step(chunks=[(1, 0, 100), (2, 0, 3)])
-    pair.step(verify=[(1, 100, 2)], chunks=[(2, 3, 65)])
+    pair = Pair(ONE_HEAD, dtype, k=1)
+    pair.step(chunks=[(1, 0, 70), (2, 0, 3)])
+    pair.step(verify=[(1, 70, 2)], chunks=[(2, 3, 65)])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_keys_that_repeat_and_do_not_decay(dtype: str):
     """Powers of the system of such a chunk grow beyond 1e15; what solves it must not form them."""
-    Pair(SPEC, dtype).step(chunks=[(0, 0, 128)], repeat=True)
+    Pair(ONE_HEAD, dtype).step(chunks=[(0, 0, 128)], repeat=True)
 
 
 @pytest.mark.parametrize("changes", [{"kernel": 2}, {"kernel": 3}, {"gate": "sigmoid"}])
@@ -67,8 +67,8 @@ def test_other_convolutions_and_gates(changes: dict):
 
 def test_a_row_has_the_same_bits_alone_and_among_others():
     pair = Pair(SPEC, "bfloat16", k=2)
-    pair.step(chunks=[(1, 0, 3), (4, 0, 70)])
-    pair.alone([(4, 70, 3), (0, 0, 1), (1, 3, 2), (2, 0, 3)])
+    pair.step(chunks=[(1, 0, 3), (4, 0, 7)])
+    pair.alone([(4, 7, 3), (0, 0, 1), (1, 3, 2)])
 
 
 def test_rows_without_tokens_change_nothing():
@@ -82,19 +82,18 @@ def test_rows_without_tokens_change_nothing():
 
 
 def test_states_behind_every_chunk():
-    from offroad.triton_kernels.delta_chunk_jit import gated_delta as chunks
+    from offroad.triton_kernels.delta_chunk_jit import gated_delta as chunks  # with the interpreter chosen
 
-    pair = Pair(SPEC)
-    qkvz, ba = pair.inputs(70 + 130)
-    boundaries = torch.zeros(2, 3, 2, 16, 16)
-    out = torch.empty(200, SPEC.value_width)
-    rows = rows_of([(1, 0, 70), (0, 0, 130)], 0, "cpu")
-    chunks(qkvz, ba, *pair.rings, rows, SPEC, pair.weights, EPS, out, boundaries)
-    for index, length, part in ((0, 64, 0), (1, 70, 0), (0, 64, 1), (1, 128, 1), (2, 130, 1)):
-        again = Pair(SPEC)
-        span = slice(70 * part, 70 * part + length)
-        again.kernel(qkvz[span], ba[span], *again.rings, rows_of([(1, 0, length)], 0, "cpu"), SPEC, pair.weights, EPS)
-        torch.testing.assert_close(boundaries[part, index], again.rings[1].data[1, 0], atol=1e-6, rtol=1e-6)
+    pair = Pair(ONE_HEAD)
+    qkvz, ba = pair.inputs(5 + 70)
+    boundaries, out = torch.zeros(2, 2, 1, 16, 16), torch.empty(75, ONE_HEAD.value_width)
+    rows = rows_of([(1, 0, 5), (0, 0, 70)], 0, "cpu")
+    chunks(qkvz, ba, *pair.rings, rows, ONE_HEAD, pair.weights, EPS, out, HOPPER, boundaries)
+    for row, index, first, length in ((0, 0, 0, 5), (1, 0, 5, 64), (1, 1, 5, 70)):
+        again, span = Pair(ONE_HEAD), slice(first, first + length)
+        rows = rows_of([(1, 0, length)], 0, "cpu")
+        again.kernel(qkvz[span], ba[span], *again.rings, rows, ONE_HEAD, pair.weights, EPS)
+        assert torch.equal(boundaries[row, index], again.rings[1].data[1, 0])
 
 
 def test_what_it_refuses():
