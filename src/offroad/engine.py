@@ -62,13 +62,15 @@ def _share_cores(plan: Plan, threads: int) -> None:
 
 
 class Engine:
-    """Requests in, token events out. `step()` does the work; nothing happens between calls."""
+    """Requests in, token events out. `step()` does the work; nothing happens between calls.
 
-    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+    `source` stands in for the checkpoint that `settings.model` names."""
+
+    def __init__(self, settings: Settings, progress: Progress | None = None, source: Source | None = None) -> None:
         began, report = time.perf_counter(), progress or _silent
         self.settings = settings
         report("pull", 0.0, settings.model)
-        source = open_source(settings, lambda done, note: report("pull", done, note))
+        source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
         self.plan = make_plan(settings, source)
         if self.plan.device.source == "file":
