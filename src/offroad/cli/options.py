@@ -42,6 +42,7 @@ FLAGS: dict[str, Flag] = {
     "device": Flag("speed", "auto, cpu, cuda; for `plan` also a device profile or a path ending in .toml.", "DEVICE"),
     "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
+    "enforce_eager": Flag("speed", "Make no CUDA graphs of decode steps."),
     "threads": Flag("speed", "CPU threads; 0: all cores.", "N"),
     "speculative_config": Flag("speed", 'Drafts, e.g. {"method": "ngram", "num_speculative_tokens": 4}.', "JSON"),
     "tensor_parallel_size": Flag("speed", "GPUs that share each layer; more than one only for `plan` so far.", "N"),

@@ -22,7 +22,7 @@ class TritonKernel:
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
     gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
     gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `cost` orders
-    it among candidates.
+    it among candidates; `capturable`: a CUDA graph can hold it (see ops/spec.py).
     """
 
     name: str
@@ -35,6 +35,7 @@ class TritonKernel:
     layout: str = ""
     cost: float = 1.0
     reference: bool = False
+    capturable: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":
