@@ -21,11 +21,13 @@ from offroad.models.registry import resolve_source
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
-from offroad.run.runner import Runner, prepare
+from offroad.run.bind import prepare
+from offroad.run.runner import Runner
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
 from offroad.settings import Settings
+from offroad.speculate.config import drafting
 from offroad.weights import kv_scales
 from offroad.weights.load import load, verify_headers
 from offroad.weights.locate import open_source
@@ -93,8 +95,9 @@ class Engine:
         bounds = prepare(self.plan, default_registry())
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")
+        spec = drafting(resolved.spec, source.headers, self.plan.drafter)
         weights = load(
-            resolved.spec,
+            spec,
             source,
             self.plan.layout,
             getattr(torch, self.plan.dtype),
@@ -102,7 +105,7 @@ class Engine:
             packers(),
             lambda done, note: report("load", done, note),
         )
-        self.runner = Runner(self.plan, resolved.spec, resolved.model(), weights, bounds, device)
+        self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -125,7 +128,13 @@ class Engine:
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
         )
-        return Scheduler(config, max_num_batched_tokens=p.chunk, max_waiting=self.settings.max_waiting, depth=p.depth)
+        return Scheduler(
+            config,
+            max_num_batched_tokens=p.chunk,
+            max_waiting=self.settings.max_waiting,
+            depth=p.depth,
+            drafter=p.drafter.method if p.drafter else "",
+        )
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:
         p, m = self.plan, self.plan.memory

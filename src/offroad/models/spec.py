@@ -8,7 +8,7 @@ a `Ring` in the sequence's slot, or `Shared` with another layer.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -226,9 +226,11 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `prefix`: how the names of
-    all its tensors begin; a checkpoint with one of them must have all."""
+    """A drafter: its layers, and what stands outside them. `prefix`: how the names of all its tensors begin; a
+    checkpoint with one of them must have all. `method`: what proposes with it (see `offroad.speculate`)."""
 
+    method: str
+    hidden: int
     layers: tuple[LayerSpec, ...]
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
@@ -239,7 +241,8 @@ class DraftSpec:
 class ModelSpec:
     """The whole model. `tensors` and `linears` are those outside layers; `head` None means tied to the embedding.
 
-    `prefixes`: beginnings of checkpoint names and what stands for them in this spec, tried in order.
+    `prefixes`: beginnings of checkpoint names and what stands for them in this spec, tried in order. `draft` is the
+    drafter that may be used; `drafted` says how many of `layers`, the last ones, are the drafter's.
     """
 
     family: str
@@ -253,6 +256,7 @@ class ModelSpec:
     head: LinearSpec | None = None
     linears: tuple[LinearSpec, ...] = ()
     draft: DraftSpec | None = None
+    drafted: int = 0
     embed_scale: float = 1.0
     logit_softcap: float | None = None
     ignored: tuple[str, ...] = field(default=())  # checkpoint tensors that are known and not used (regular expressions)
@@ -262,3 +266,14 @@ class ModelSpec:
     @property
     def embedding(self) -> LinearSpec:
         return LinearSpec("embed", ((self.embed, self.vocab),), self.hidden, op="embed")
+
+    @property
+    def own(self) -> int:
+        """How many layers are the model's own."""
+        return len(self.layers) - self.drafted
+
+    def with_drafter(self) -> ModelSpec:
+        """The model with its drafter's layers behind its own: what is planned, loaded and remembered."""
+        assert self.draft is not None, "there is a drafter"
+        assert not self.drafted, "a drafter is joined once"
+        return replace(self, layers=self.layers + self.draft.layers, drafted=len(self.draft.layers))

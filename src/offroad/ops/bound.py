@@ -127,8 +127,8 @@ def _unobserved(layer: int, residual: torch.Tensor) -> None:
 
 @dataclass
 class Ops:
-    """All ops of one phase. `model` holds the tensors outside layers; `observe(layer, residual)` is called after each
-    layer (used to find the layer that made a non-finite value)."""
+    """All ops of one phase. `model` holds the tensors outside layers, for a drafter `drafter` its own;
+    `observe(layer, residual)` is called after each layer (used to find the layer that made a non-finite value)."""
 
     layers: list[LayerOps]
     model: LayerOps
@@ -136,6 +136,7 @@ class Ops:
     dtype: torch.dtype
     logit_softcap: float | None = None
     observe: Callable[[int, torch.Tensor], None] = field(default=_unobserved)
+    drafter: LayerOps | None = None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Scaled embeddings, [tokens, hidden]."""

@@ -8,7 +8,7 @@ from math import prod
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
-from offroad.ops.cells import MODEL, Cell, Choice
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
@@ -123,6 +123,8 @@ def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
     """
     outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
     linears = [(MODEL, linear) for linear in outside]
+    if spec.drafted and spec.draft is not None:
+        linears += [(DRAFTER, linear) for linear in spec.draft.linears]
     linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
     keys = {Cell(i, linear.use, "decode"): linear for i, linear in linears}
     return {cell: _packed_bytes(cells[cell], linear, headers, dtype) for cell, linear in keys.items()}
@@ -131,6 +133,7 @@ def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
 def tensor_bytes(spec: ModelSpec) -> int:
     """Bytes of the tensors outside linears, in fp32."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
+    tensors += spec.draft.tensors if spec.drafted and spec.draft is not None else ()
     return sum(4 * prod(tensor.shape) for tensor in tensors)
 
 

@@ -19,11 +19,11 @@ from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.capture import GraphPlan, plan_graphs
-from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
-from offroad.speculate.config import Speculation, speculation
+from offroad.speculate.config import Speculation, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
@@ -173,9 +173,9 @@ def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choic
 
 
 def layer_ranges(layers: list[int]) -> str:
-    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model` for what stands outside layers."""
-    if layers == [MODEL]:
-        return "model"
+    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model`, `drafter` for what stands outside layers."""
+    if layers[0] in (MODEL, DRAFTER):
+        return "drafter" if layers == [DRAFTER] else "model" if layers == [MODEL] else "model, drafter"
     parts: list[list[int]] = []
     for layer in layers:
         if parts and layer == parts[-1][1] + 1:
@@ -286,7 +286,8 @@ def plan(
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
     notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
-    spec = shard(spec, ranks)
+    drafter = speculation(settings.speculative_config)
+    spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     cells: dict[Cell, Choice] = {}
@@ -301,7 +302,6 @@ def plan(
             accepted="a kernel for every layer, op and phase",
             next="--allow-reference runs them slowly; or choose another dtype or device",
         )
-    drafter = speculation(settings.speculative_config)
     k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)

@@ -31,13 +31,15 @@ _VERIFY = int(Kind.VERIFY)
 
 @dataclass(frozen=True)
 class Forward:
-    """A step's forward pass: hidden states [wanted, hidden], and from a graph fp32 logits [wanted, vocab].
+    """A step's forward pass: `states` [.., hidden] that left the model, `hidden` [scored, hidden] those of tokens whose
+    logits are needed, and from a graph fp32 logits [scored, vocab].
 
     `answers` int64 [tokens] from a graph: the best token of each, `~token` where a value is not finite; `live`: which
     of them the step has. `stored`: the best tokens stand in `Arrays.tokens` already."""
 
     rows: Rows
     ops: Ops
+    states: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor | None = None
     answers: torch.Tensor | None = None
@@ -215,6 +217,7 @@ class _Graph:
         return Forward(
             rows,
             graphs.ops,
+            graphs.hidden[: self.tokens],
             graphs.hidden[picked],
             graphs.logits[picked],
             graphs.answers[: self.tokens],

@@ -6,11 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from offroad.errors import SettingsError
+from offroad.errors import PlanError, SettingsError
+from offroad.models.spec import ModelSpec
+from offroad.weights.source import Headers
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "mtp")
 _FLAG = "--speculative-config"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
+_NEEDS = {"mtp": "a checkpoint that brings multi-token prediction (mtp.*), as Qwen3.5's do"}
 _KEYS = {"method": str, "num_speculative_tokens": int, "prompt_lookup_min": int, "prompt_lookup_max": int}
 
 
@@ -22,6 +25,11 @@ class Speculation:
     tokens: int
     shortest: int = 2
     longest: int = 5
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the drafter eats hidden states of all tokens."""
+        return self.method == "mtp"
 
 
 def speculation(text: str) -> Speculation | None:
@@ -59,3 +67,27 @@ def _checked(made: Speculation) -> Speculation:
         if not ok:
             raise SettingsError(f"{_FLAG}: {name}", found=found, accepted=accepted)
     return made
+
+
+def drafting(spec: ModelSpec, headers: Headers, chosen: Speculation | None) -> ModelSpec:
+    """The model with the layers of the drafter that `chosen` names, or without any. Raises PlanError if the checkpoint
+    has no such drafter: proposing nothing in silence is what it would come to."""
+    if chosen is None or chosen.method == "ngram":
+        return spec
+    draft = spec.draft
+    if draft is None or draft.method != chosen.method:
+        raise PlanError(
+            f"{_FLAG}: method {chosen.method}",
+            found=f"a {spec.family} model, which has no such drafter",
+            accepted=_NEEDS[chosen.method],
+            next='{"method": "ngram"} works with every model',
+        )
+    missing = [linear.names[0] for linear in draft.linears if linear.names[0] not in headers]
+    if missing:
+        raise PlanError(
+            f"{_FLAG}: method {chosen.method}",
+            found=f"no tensor {missing[0]} in the checkpoint",
+            accepted=f"a checkpoint with its drafter, {draft.prefix}*",
+            next='quantisers often drop these tensors: take another copy, or {"method": "ngram"}',
+        )
+    return spec.with_drafter()

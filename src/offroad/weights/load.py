@@ -25,7 +25,7 @@ Layouts = Callable[[int, str], str]
 Packers = dict[str, Callable[[Packed], Packed]]
 Progress = Callable[[float, str], None]
 _DENSE_ELEMENTS = 2**26  # weights that are widened at once
-MODEL = -1  # the layer number of what stands outside layers
+MODEL, DRAFTER = -1, -2  # the layer numbers of what stands outside layers
 _REPAIR = "check that the file is complete, and that its config is its own"
 
 
@@ -38,24 +38,16 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class DraftWeights:
-    """What a drafter loads: its layers, and what stands outside them."""
-
-    layers: list[LayerWeights]
-    outside: LayerWeights
-
-
-@dataclass(frozen=True)
 class Weights:
     """All weights. `head` is the same object as `embed` when they are tied; `linears` are the others outside layers.
-    `draft`: the drafter's layers, and what it has outside them."""
+    `layers` are the drafter's too, behind the model's own; `draft` is what it has outside them."""
 
     layers: list[LayerWeights]
     embed: Packed
     head: Packed
     tensors: dict[str, torch.Tensor]
     linears: dict[str, Packed] = field(default_factory=dict)
-    draft: DraftWeights | None = None
+    draft: LayerWeights | None = None
     kv_scales: list[Scales | None] = field(default_factory=list)
 
 
@@ -66,12 +58,14 @@ def _linears(spec: ModelSpec, draft: DraftSpec | None) -> list[LinearSpec]:
 
 
 def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
-    return spec.layers + (draft.layers if draft else ())
+    return spec.layers + (draft.layers if draft and not spec.drafted else ())
 
 
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
-    """The drafter, if the checkpoint has one."""
-    there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
+    """The drafter, if it is used or the checkpoint has one."""
+    if spec.draft is None or spec.drafted:
+        return spec.draft
+    there = any(name.startswith(spec.draft.prefix) for name in headers)
     return spec.draft if there else None
 
 
@@ -150,25 +144,24 @@ def load(
     device: torch.device,
     packers: Packers,
     progress: Progress | None = None,
-    *,
-    draft: bool = False,
 ) -> Weights:
-    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
+    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if it is among
+    the spec's layers.
 
-    `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
-    tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in
-    flight at a time, and on an accelerator checks, fusing and packing are done there.
+    `layouts` is asked for "embed", "linear:head" and others of MODEL and DRAFTER too. Dense weights and biases are in
+    `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear
+    is in flight at a time, and on an accelerator checks, fusing and packing are done there.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
-    found = draft_of(spec, source.headers) if draft else None
+    found = spec.draft if spec.drafted else None
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
     embed = loader.linear(spec.embedding, layouts(MODEL, "embed"))
     head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "linear:head"))
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
-    drafter = None if found is None else loader.draft(found)
+    drafter = None if found is None else loader.outside(found, lambda use: layouts(DRAFTER, use))
     scales = kv_scales.read(source, spec, device)
     return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
 
@@ -193,10 +186,9 @@ class _Loader:
         linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
         return LayerWeights(linears, self.tensors(spec.tensors))
 
-    def draft(self, spec: DraftSpec) -> DraftWeights:
-        layers = [self.layer(layer, lambda use: "dense") for layer in spec.layers]
-        outside = {linear.name: self.linear(linear, "dense") for linear in spec.linears}
-        return DraftWeights(layers, LayerWeights(outside, self.tensors(spec.tensors)))
+    def outside(self, spec: DraftSpec, layout: Callable[[str], str]) -> LayerWeights:
+        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors))
 
     def linear(self, spec: LinearSpec, layout: str) -> Packed:
         parts = []

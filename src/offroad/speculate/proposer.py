@@ -1,0 +1,44 @@
+"""What drafters have in common: they follow what the model has run, then propose what may come next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from offroad.run.arrays import Arrays
+from offroad.run.rows import Rows
+from offroad.sample.sampler import Sampler
+from offroad.schedule.step import Step
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A step as it ended: `moved` [rows] is by how much each row's length moved, `hidden` [wanted, hidden] what left
+    the model. Lengths and pending tokens are those after the step."""
+
+    step: Step
+    rows: Rows
+    moved: np.ndarray
+    hidden: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a drafter works on: known tokens, lengths and drafts by slot, and the sampler whose noise drafts are drawn
+    with, so that a draft is what the model would draw if it thought like the drafter."""
+
+    arrays: Arrays
+    sampler: Sampler
+
+
+class Proposer(Protocol):
+    """A drafter. Wrong drafts cost time and nothing else: what is told never depends on them."""
+
+    def follow(self, turn: Turn) -> None:
+        """Brings what the drafter remembers up to the lengths, from what the model itself ran."""
+
+    def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Puts up to `counts` drafts behind the pending tokens of `slots`, int64 [n] each; counts may be 0."""
