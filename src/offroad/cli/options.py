@@ -60,8 +60,8 @@ ENGINE_GROUPS = ("model", "memory", "speed")
 ALL_GROUPS = (*ENGINE_GROUPS, "serve")
 
 
-def with_settings(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a verb the flags of some groups, and `--config`.
+def with_settings(*groups: str, file: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a verb the flags of some groups, and `--config` unless `file` is False: then it has no such parameter.
 
     The verb names two parameters, `flags` and `config`, which are replaced by the options: it receives what the user
     gave as `flags` (fields of `Settings`; what was not given is absent) and the path of the TOML file, or None.
@@ -72,7 +72,7 @@ def with_settings(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., 
         hints = get_type_hints(verb, include_extras=True)
         own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(verb).parameters.values()]
         kept = [p for p in own if p.name not in ("flags", "config")]
-        parameters = [*kept, *(_parameter(name) for name in names), _config()]
+        parameters = [*kept, *(_parameter(name) for name in names), *([_config()] if file else [])]
 
         def command(**given: Any) -> Any:
             flags = {name: given.pop(name) for name in names}
