@@ -94,7 +94,8 @@ def clock(device: torch.device) -> Clock:
 
 
 def step_times(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
-    """Times of one prefill step of a prompt and of one decode step of `rows` sequences, by op."""
+    """Times of one prefill step of a prompt and of one decode step of `rows` sequences (prompts of up to 1,024 tokens),
+    by op."""
     runner, vocab = engine.runner, engine.info.vocab
     found: dict[str, Any] = {}
     _submit(engine, 1, prompt, vocab, "profile-warm", 2)
@@ -102,19 +103,21 @@ def step_times(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
     _submit(engine, 1, prompt, vocab, "profile-prefill", 1)
     found["prefill"] = {"tokens": min(prompt, engine.plan.chunk)} | _one_step(engine, runner)
     _drain(engine)
-    _submit(engine, rows, prompt if rows == 1 else 1024, vocab, "profile-decode", 64)
-    while engine.stats().waiting or engine.stats().generated_tokens < rows + 1 or not _decoding(engine, rows):
-        engine.step()
+    _submit(engine, rows, min(prompt, 1024), vocab, "profile-decode", 64)
+    while not _decoding(engine, rows):
+        assert engine.has_work(), "all rows decode at once for some steps"
     found["decode"] = {"rows": rows} | _one_step(engine, runner)
     _drain(engine)
     return found
 
 
 def _decoding(engine: Engine, rows: int) -> bool:
-    """Whether the last step had nothing but `rows` decode rows."""
-    before = engine.stats().generated_tokens
+    """Whether the next step will have `rows` decode rows: takes one, in which as many had a token and none a chunk."""
+    before = engine.stats()
     engine.step()
-    return engine.stats().generated_tokens - before == rows
+    after = engine.stats()
+    fresh = after.prompt_tokens - before.prompt_tokens
+    return after.generated_tokens - before.generated_tokens == rows and not fresh
 
 
 def _submit(engine: Engine, rows: int, tokens: int, vocab: int, name: str, answer: int) -> None:
