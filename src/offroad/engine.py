@@ -142,6 +142,8 @@ class Engine:
         memory = (
             f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
         )
+        if (graphs := self.runner.graphs) is not None:
+            memory += f", graphs {graphs.nbytes / gib:.2f} GiB (planned {p.graphs.nbytes / gib:.2f})"
         return EngineInfo(
             model=p.model,
             family=p.family,
