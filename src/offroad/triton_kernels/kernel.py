@@ -22,7 +22,8 @@ class TritonKernel:
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
     gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
     gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
-    what the plan says of it; `cost` orders it among candidates.
+    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it (see
+    ops/spec.py).
     """
 
     name: str
@@ -36,6 +37,7 @@ class TritonKernel:
     reason: str = "Triton kernel"
     cost: float = 1.0
     reference: bool = False
+    capturable: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":
