@@ -53,7 +53,7 @@ def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
     return tl.reshape(wide, (BN, BK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "per"])
 def linear(
     x,
     w,
