@@ -18,12 +18,8 @@ ARCHS = (80, 86, 89, 90, 100, 120, 121)
 # Shared memory of one block by compute capability, in bytes: CUDA C++ programming guide, table of technical
 # specifications, less the 1 KiB that the system takes of each block.
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
-MODULES: tuple[str, ...] = (
-    "norms_jit",
-    "elementwise_jit",
-    "rope_jit",
-    "route_jit",
-)  # modules of this package whose `variants()` are compiled
+# Modules of this package whose `variants()` are compiled.
+MODULES = ("norms_jit", "elementwise_jit", "rope_jit", "route_jit", "delta_jit", "delta_chunk_jit", "sample_jit")
 
 
 @dataclass(frozen=True)

@@ -339,9 +339,9 @@ def variants() -> Iterator[Variant]:
         near = tuple(sorted(aligned & set(names)))
         return Variant(f"gated_delta {label}", function, signature, constants, warps, stages, aligned=near, **more)
 
-    yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8)
+    yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8, archs=(80, 90, 120))
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
-    yield variant("gate", gate_kernel, gate, 4)
+    yield variant("gate", gate_kernel, gate, 4, archs=(80, 90, 120))
     # Both are tuned for compute capability 9.0; few registers spill elsewhere.
     for tiles, archs in ((HOPPER, (90,)), (OTHERS, (80, 100, 120))):
         more = {"hot": tiles is HOPPER, "archs": archs}
