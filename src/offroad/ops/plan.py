@@ -18,6 +18,7 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
+from offroad.ops.capture import GraphPlan, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
@@ -55,6 +56,7 @@ class Plan:
     drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
+    graphs: GraphPlan = GraphPlan()
 
     def layout(self, layer: int, use: str) -> str:
         """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
@@ -82,6 +84,7 @@ class Plan:
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
             *([_drafts(self.drafter)] if self.drafter else []),
+            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -132,6 +135,7 @@ class Plan:
             "device": self.device.name,
             "memory": memory,
             "bound_tokens_per_second": bound,
+            "graphs": asdict(self.graphs),
             "cells": cells_json(self.cells),
         }
 
@@ -140,6 +144,13 @@ def _drafts(drafter: Speculation) -> str:
     return (
         f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
     )
+
+
+def _graphs(graphs: GraphPlan) -> str:
+    if not graphs.rows:
+        return f"none: {graphs.reason}"
+    rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
+    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -301,7 +312,8 @@ def plan(
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k, graphs.nbytes)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
@@ -321,6 +333,7 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
+        graphs=graphs,
         memory=divided.memory,
         drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *divided.notes),

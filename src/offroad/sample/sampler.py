@@ -60,6 +60,10 @@ class Sampler:
         self._top_k[slot] = min(params.top_k or self.vocab, self.vocab)
         self._seed[slot] = start.seed
 
+    def plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether every row draws the largest logit as it is."""
+        return bool((positions >= self._plain_from[slots]).all())
+
     def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
         """Token ids int64 `[rows]` for logits `[rows, vocab]` of any float type, which are left as they are.
 

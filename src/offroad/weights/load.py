@@ -24,6 +24,7 @@ from offroad.weights.source import Headers, Source, Stored
 Layouts = Callable[[int, str], str]
 Packers = dict[str, Callable[[Packed], Packed]]
 Progress = Callable[[float, str], None]
+_DENSE_ELEMENTS = 2**26  # weights that are widened at once
 MODEL, DRAFTER = -1, -2  # the layer numbers of what stands outside layers
 _REPAIR = "check that the file is complete, and that its config is its own"
 
@@ -159,7 +160,7 @@ def load(
 
     `layouts` is asked for "embed", "linear:head" and others of MODEL and DRAFTER too. Dense weights and biases are in
     `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear
-    is in flight at a time.
+    is in flight at a time, and on an accelerator checks, fusing and packing are done there.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
@@ -203,25 +204,41 @@ class _Loader:
         parts = []
         for name in spec.tensors(self.source.headers):
             part = canonical(_matrix(self.read(name)))
+            if self.device.type != "cpu":
+                part = self._placed(part)
             for tensor in part.tensors.values():
                 _check_finite(name, tensor, "weight")
-            parts.append(to_dense(part, self.dtype) if layout == "dense" else part)
+            parts.append(self._dense(part) if layout == "dense" else part)
         packed = fuse(parts)
         for tensor in packed.tensors.values():
             _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
             packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
-        return self._placed(self._laid_out(packed, layout))
+        return self._placed(self._laid_out(self._placed(packed), layout))  # packers work where the weight will be
 
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
         if packed.layout == "dense":
-            packed = to_dense(packed, self.dtype) if layout != "dense" else packed
+            packed = self._dense(packed) if layout != "dense" else packed
         if packed.layout == layout or packed.layout == "dense" and layout in PER_BYTE:
             return packed  # parts whose columns stand in different orders became dense
         if (packed.layout, layout) == ("affine4", "affine8"):
             return widen(packed, packed.group)
         assert layout in self.packers, f"no packer makes {layout} from {packed.layout}"
         return self.packers[layout](packed)
+
+    def _dense(self, packed: Packed) -> Packed:
+        """The weight as `dense` in the plan's dtype. On an accelerator nothing is the file's memory, so what is right
+        already stays, and others are widened some rows at a time: fp32 numbers of a whole weight are large."""
+        if self.device.type == "cpu":
+            return to_dense(packed, self.dtype)
+        if packed.layout == "dense" and packed.tensors["w"].dtype == self.dtype:
+            return packed
+        step = max(1, _DENSE_ELEMENTS // packed.k)
+        w = torch.empty((packed.n, packed.k), dtype=self.dtype, device=self.device)
+        for first in range(0, packed.n, step):
+            rows = packed.rows(slice(first, first + step))
+            w[first : first + step] = to_dense(rows, self.dtype).tensors["w"]
+        return replace(packed, layout="dense", group=0, tensors={"w": w}, perm=None)
 
     def _placed(self, packed: Packed) -> Packed:
         tensors = {name: tensor.to(self.device) for name, tensor in packed.tensors.items()}
@@ -272,7 +289,7 @@ def _check_finite(name: str, tensor: torch.Tensor, what: str) -> None:
     if not tensor.is_floating_point() or not tensor.numel():
         return
     if tensor.dtype == torch.float8_e4m3fn:  # has no infinities, and two codes of NaN
-        tensor = torch.where((tensor.view(torch.uint8) & 0x7F) == 0x7F, torch.nan, 0.0)
+        tensor = torch.where(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any(), torch.nan, 0.0)
     low, high = torch.aminmax(tensor)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise ModelError(
