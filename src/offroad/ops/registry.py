@@ -21,6 +21,7 @@ from offroad.ops import (
 )
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
+from offroad.triton_kernels import attention as triton_attention
 
 
 @cache
@@ -32,6 +33,7 @@ def default_registry() -> Registry:
             registry.add_op(op)
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
+    triton_attention.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
