@@ -181,13 +181,13 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize(("kind", "largest"), [(E5M2, 57344.0), (E4M3, 448.0)])
 def test_rows_are_rounded_and_limited_as_the_reference_does(kind, largest: float):
-    """Every code, the halves between codes, and what is beyond the largest."""
+    """Every code, the halves between codes, what is beyond the largest, and NaN."""
     case = Case(starts=(0,), widths=(32,), kv=kind, kv_heads=1)
     q, k, v, view, rows, spec = make(case)
     codes = torch.arange(256, dtype=torch.uint8).view(kind).float()
     codes = codes[torch.isfinite(codes)].sort().values
     halves = (codes[1:] + codes[:-1]) / 2
-    beyond = torch.tensor([largest * 1.01, -largest * 2, 1e30, -1e30])
+    beyond = torch.tensor([largest * 1.01, -largest * 2, 1e30, -1e30, float("nan")])
     nearly = torch.cat((halves * (1 + 2**-22), halves * (1 - 2**-22)))
     numbers = torch.cat((codes, halves, beyond, nearly, codes))[: 2 * k.numel()]
     k = numbers[: k.numel()].view_as(k)
