@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from offroad.errors import SettingsError
 from offroad.speculate.config import speculation
+from offroad.text.tools.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
@@ -26,6 +28,9 @@ class Settings:
     model: str
     served_model_name: str | None = None
     chat_template: str | None = None
+    default_chat_template_kwargs: str = ""
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     revision: str | None = None
     offline: bool = False
     device: str = "auto"
@@ -71,7 +76,11 @@ class Settings:
             ("kernel", all(entry.count("=") == 1 for entry in self.kernel), "op=kernel, e.g. linear=torch.linear"),
             ("log_level", self.log_level in ("debug", "info", "warning", "error"), "debug, info, warning, error"),
         ]
+        for name, known in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_PARSERS)):
+            names = ("auto", "none", *known)
+            checks.append((name, getattr(self, name) in names, ", ".join(names)))
         speculation(self.speculative_config)
+        self.template_defaults()
         for name, ok, accepted in checks:
             if not ok:
                 raise SettingsError(f"--{name.replace('_', '-')}", found=getattr(self, name), accepted=accepted)
@@ -106,6 +115,23 @@ class Settings:
                 next="e.g. `offroad serve smollm2-135m`",
             )
         return cls(**values)
+
+    def template_defaults(self) -> dict[str, Any]:
+        """Variables of the chat template that a request may override. Raises SettingsError."""
+        if not self.default_chat_template_kwargs:
+            return {}
+        try:
+            values = json.loads(self.default_chat_template_kwargs)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise SettingsError(
+                "--default-chat-template-kwargs",
+                found=self.default_chat_template_kwargs,
+                accepted="a JSON object",
+                next="""e.g. --default-chat-template-kwargs '{"enable_thinking": false}'""",
+            )
+        return values
 
     def replace(self, **changes: Any) -> Settings:
         return dataclasses.replace(self, **changes)

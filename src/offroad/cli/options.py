@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from offroad.settings import DTYPES, KV_DTYPES, Settings
+from offroad.text.tools.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,23 @@ class Flag:
     metavar: str | None = None
 
 
+def _names(parsers: Iterable[str]) -> str:
+    return "|".join(("auto", "none", *parsers))
+
+
 # Every field of Settings but `model`, which is the argument of a verb. A test holds the two together.
 FLAGS: dict[str, Flag] = {
     "served_model_name": Flag("model", "Name under which the model is served; default: the name given.", "NAME"),
     "chat_template": Flag("model", "File with a Jinja chat template; default: the checkpoint's own.", "FILE"),
+    "default_chat_template_kwargs": Flag(
+        "serve", "Variables of the chat template for requests that do not set them.", "JSON"
+    ),
+    "reasoning_parser": Flag(
+        "serve", "How thoughts are marked; auto: as the chat template says.", _names(REASONING_PARSERS)
+    ),
+    "tool_call_parser": Flag(
+        "serve", "How calls of tools are written; auto: as the chat template says.", _names(TOOL_PARSERS)
+    ),
     "revision": Flag("model", "Branch, tag or commit of the model on the hub.", "REVISION"),
     "offline": Flag("model", "Use what is on disk and open no connection."),
     "dtype": Flag("model", "Type of activations.", "|".join(DTYPES)),

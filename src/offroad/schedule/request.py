@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 
 
@@ -12,6 +13,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     `marks`: lengths in tokens of prompt prefixes worth a checkpoint (ends of system part and of user turns).
     `salt` keeps the prefix cache apart between users. `eos_ids` end a sequence unless `ignore_eos`.
+    `guide` limits what may be drawn.
     """
 
     id: str
@@ -21,6 +23,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
     salt: str = ""
+    guide: Guide | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -12,19 +12,45 @@ import msgspec
 
 from offroad.errors import RequestError
 from offroad.execute.client import EngineClient, NotReady, Subscription
+from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
 from offroad.serve.errors import GenerationFailed
 from offroad.serve.metrics import Metrics
 from offroad.serve.text import Prompt, TextLayer
+from offroad.text.answer import AnswerParser, Reading
+from offroad.text.said import CallPiece, together
+
+
+@dataclass
+class Call:
+    """A call of a tool as far as it was told; `arguments` is JSON."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What is added to call `index`: `name` and `id` on its first one."""
+
+    index: int
+    arguments: str
+    name: str | None = None
+    id: str | None = None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one event adds to choice `index`. `finish_reason` "stop" or "length" on its last piece."""
+    """What one event adds to choice `index`: `text` as the model said it, and taken apart. `finish_reason` "stop",
+    "length" or "tool_calls" on its last piece."""
 
     index: int
     text: str
+    reasoning: str
+    content: str
+    calls: list[CallDelta]
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
     finish_reason: str | None = None
@@ -37,7 +63,11 @@ class Choice:
 
     stream: Any
     prompt: int
+    parser: AnswerParser | None = None
     text: str = ""
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -46,6 +76,16 @@ class Choice:
     drafts: int = 0
     accepted_drafts: int = 0
     last_token: float | None = None
+
+
+def _add(calls: list[Call], piece: CallPiece) -> CallDelta:
+    """Adds a piece to the calls of a choice; a new one gets an id."""
+    if piece.index < len(calls):
+        calls[piece.index].arguments += piece.arguments
+        return CallDelta(piece.index, piece.arguments)
+    assert piece.name is not None, "a call begins with its name"
+    calls.append(Call(f"call_{secrets.token_hex(12)}", piece.name, piece.arguments))
+    return CallDelta(piece.index, piece.arguments, piece.name, calls[-1].id)
 
 
 def fit(prompt: Prompt, params: SamplingParams, max_model_len: int, default: int | None, param: str) -> SamplingParams:
@@ -88,10 +128,21 @@ class Generation:
         name: str,
         salt: str,
         continues: bool,
+        reading: Reading | None = None,
+        guide: Guide | None = None,
     ) -> None:
+        """`reading` says how answers are taken apart (None: they are content as they are), `guide` what they may be."""
         self.prompts, self.params, self._metrics = prompts, params[0], metrics
         n = self.params.n
-        self.choices = [Choice(text.stream(params[i], continues), i) for i in range(len(prompts)) for _ in range(n)]
+        self.choices = [
+            Choice(
+                text.stream(params[i], continues, reading),
+                i,
+                None if reading is None else text.parser(params[i], reading),
+            )
+            for i in range(len(prompts))
+            for _ in range(n)
+        ]
         seed = self.params.seed if self.params.seed is not None else secrets.randbits(63)
         requests = [
             Request(
@@ -102,6 +153,7 @@ class Generation:
                 eos_ids=text.eos_ids,
                 marks=prompt.marks,
                 salt=salt,
+                guide=guide,
             )
             for i, prompt in enumerate(prompts)
         ]
@@ -164,6 +216,7 @@ class Generation:
             choice.finish_reason, choice.stop_reason = "stop", reason
         elif event.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
+        said = self._said(choice, text)
         choice.text += text
         choice.token_ids += ids
         choice.logprobs += logprobs
@@ -171,7 +224,30 @@ class Generation:
             self._metrics.finished(choice.finish_reason, time.perf_counter() - self.began)
         elif not text and not ids:
             return None
-        return Piece(index, text, ids, logprobs, choice.finish_reason, choice.stop_reason)
+        return Piece(index, text, *said, ids, logprobs, choice.finish_reason, choice.stop_reason)
+
+    @staticmethod
+    def _said(choice: Choice, text: str) -> tuple[str, str, list[CallDelta]]:
+        """(thoughts, content, calls) that `text` adds; whether the answer was to call is known at its end.
+
+        An answer that was cut within a call keeps its reason: only a call that was said to its end is one to follow.
+        """
+        parser = choice.parser
+        if parser is None:
+            choice.content += text
+            return "", text, []
+        said = parser.feed(text)
+        if choice.finish_reason is None and parser.done:
+            choice.finish_reason = "stop"
+        if choice.finish_reason is not None:
+            cut = choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
+            said = together([said, parser.finish(cut)])
+            if parser.complete and parser.complete == parser.begun:
+                choice.finish_reason = "tool_calls"
+        calls = [_add(choice.calls, piece) for piece in said.calls]
+        choice.reasoning += said.reasoning
+        choice.content += said.content
+        return said.reasoning, said.content, calls
 
     def _abort_if_stopped(self, request_id: str) -> None:
         # The engine knows nothing of stop strings; it is told when no sibling runs any more.

@@ -12,9 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from offroad.errors import OffroadError, RequestError
+from offroad.serve.chat import plain_guide, read
 from offroad.serve.errors import ModelUnknown, body_of, error_body, json_response
 from offroad.serve.generation import Generation, Piece, fit
-from offroad.serve.protocol import ChatRequest, CompletionRequest, parse
+from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.shapes import ChatShape, CompletionShape, Shape
 from offroad.serve.stream import (
@@ -28,7 +31,7 @@ from offroad.serve.stream import (
     read_body,
     while_connected,
 )
-from offroad.serve.text import Prompt, template_options
+from offroad.serve.text import Prompt
 
 log = logging.getLogger("offroad.serve")
 _CLIENT_GONE = 499
@@ -87,22 +90,19 @@ async def _answer(service: Service, request: Request, body: ChatRequest | Comple
 
 async def _chat(service: Service, body: ChatRequest) -> tuple[Generation, Shape]:
     text, info = service.text, service.client.info
-    params = body.sampling(text.generation, info.vocab)
-    goes_on = bool(body.continue_final_message)
-    opens = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
-    options = template_options(body.chat_template_kwargs, add_generation_prompt=opens, continue_final_message=goes_on)
-    prompt = await asyncio.to_thread(text.chat, [message.plain() for message in body.messages], **options)
-    params = fit(prompt, params, info.max_model_len, text.generation.get("max_new_tokens"), "messages")
+    chat = await asyncio.to_thread(read, text, body, info.vocab, info.max_model_len, service.template_defaults)
     name = f"chatcmpl-{secrets.token_hex(12)}"
     shape = ChatShape(
         text,
+        thoughts=body.include_reasoning is not False,
         id=name,
         model=service.name,
         fingerprint=info.plan_fingerprint,
-        top=params.logprobs,
+        top=chat.params.logprobs,
         ids=bool(body.return_token_ids),
     )
-    return service.generation([prompt], [params], name=name, salt=body.cache_salt or "", continues=False), shape
+    more = {"salt": body.cache_salt or "", "continues": False, "reading": chat.reading, "guide": chat.guide}
+    return service.generation([chat.prompt], [chat.params], name=name, **more), shape
 
 
 async def _completions(service: Service, body: CompletionRequest) -> tuple[Generation, Shape]:
@@ -131,7 +131,9 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
         top=sampling.logprobs,
         ids=bool(body.return_token_ids),
     )
-    return service.generation(prompts, params, name=name, salt=body.cache_salt or "", continues=True), shape
+    guide = plain_guide(body)
+    more = {"salt": body.cache_salt or "", "continues": True, "guide": guide}
+    return service.generation(prompts, params, name=name, **more), shape
 
 
 async def _streamed(request: Request, generation: Generation, shape: Shape, include_usage: bool) -> Response:
@@ -169,7 +171,8 @@ async def _frames(
                 piece = await anext(pieces)
             except StopAsyncIteration:
                 break
-            yield event(shape.chunk(piece))
+            if (chunk := shape.chunk(piece)) is not None:
+                yield event(chunk)
         if include_usage:
             yield event(shape.usage_chunk(generation))
     except OffroadError as error:

@@ -17,7 +17,7 @@ from offroad.execute.client import EngineClient
 from offroad.execute.messages import EngineInfo
 from offroad.serve.app import create_app
 from offroad.serve.service import MakeText, Service
-from offroad.serve.text import ModelText
+from offroad.serve.text import model_text
 from offroad.settings import Settings
 
 log = logging.getLogger("offroad.serve")
@@ -33,7 +33,7 @@ def serve(
     progress: Progress | None = None,
     *,
     client: EngineClient | None = None,
-    make_text: MakeText = ModelText,
+    make_text: MakeText = model_text,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then lets running requests finish for up to `drain_seconds`; a second signal ends
     it at once (SystemExit, 128 + signal). The port is open while the model loads. Call from the main thread.

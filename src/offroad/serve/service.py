@@ -11,21 +11,22 @@ from offroad.execute.client import EngineClient
 from offroad.sample.params import SamplingParams
 from offroad.serve.generation import Generation
 from offroad.serve.metrics import Metrics
-from offroad.serve.text import ModelText, Prompt, TextLayer
+from offroad.serve.text import Prompt, TextLayer, model_text
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
-MakeText = Callable[[TokenizerFiles, str | None], TextLayer]
+MakeText = Callable[[TokenizerFiles, Settings], TextLayer]
 
 
 class Service:
     """One served model. It can answer from the moment that `start` has returned."""
 
-    def __init__(self, settings: Settings, client: EngineClient, make_text: MakeText = ModelText) -> None:
+    def __init__(self, settings: Settings, client: EngineClient, make_text: MakeText = model_text) -> None:
         self.settings, self.client = settings, client
         self.metrics = Metrics(client)
         self.name = settings.served_model_name or settings.model
         self.created = int(time.time())
+        self.template_defaults = settings.template_defaults()
         self._make_text = make_text
         self._text: TextLayer | None = None
 
@@ -43,7 +44,7 @@ class Service:
     async def start(self, progress: Callable[[str, float, str], None] | None = None) -> None:
         """Loads the engine and then the text layer. Raises the OffroadError of either."""
         await self.client.start(progress)
-        self._text = await asyncio.to_thread(self._make_text, self.client.tokenizer, self.settings.chat_template)
+        self._text = await asyncio.to_thread(self._make_text, self.client.tokenizer, self.settings)
         self.client.open()
 
     def generation(self, prompts: list[Prompt], params: list[SamplingParams], **more: Any) -> Generation:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from offroad.schedule.request import TokenLogprobs
-from offroad.serve.generation import Choice, Generation, Piece
+from offroad.serve.generation import CallDelta, Choice, Generation, Piece
 from offroad.serve.text import TextLayer
 
 # JSON has no infinity, and a filtered token has a log-probability of minus infinity.
@@ -35,8 +35,8 @@ class Shape:
         """Chunks that come before any token."""
         raise NotImplementedError
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """The chunk of one piece."""
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """The chunk of one piece; None: it says nothing yet."""
         raise NotImplementedError
 
     def usage_chunk(self, generation: Generation) -> dict[str, Any]:
@@ -62,6 +62,11 @@ class ChatShape(Shape):
 
     whole, chunked = "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, text: TextLayer, *, thoughts: bool, **more: Any) -> None:
+        """`thoughts`: whether those of the model are shown."""
+        super().__init__(text, **more)
+        self._thoughts = thoughts
+
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
         """The role of each choice; the first chunk also has the prompt's ids if they were asked for."""
         delta = {"role": "assistant", "content": ""}
@@ -73,15 +78,39 @@ class ChatShape(Shape):
             chunks[0]["prompt_token_ids"] = generation.prompts[0].ids
         return chunks
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text or piece.finish_reason is None else {}
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        delta: dict[str, Any] = self._reasoning(piece.reasoning)
+        if piece.content:
+            delta["content"] = piece.content
+        if piece.calls:
+            delta["tool_calls"] = [self._call_delta(call) for call in piece.calls]
+        if not delta and piece.finish_reason is None and self.top is None and not self.ids:
+            return None
         logprobs = self._logprobs(piece.token_ids, piece.logprobs)
         return self._chunk([{"index": piece.index, "delta": delta, "logprobs": logprobs, **self._end(piece)}])
 
     def _choice(self, index: int, choice: Choice, generation: Generation) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        # An answer that is nothing but calls has no content; one that is nothing but thoughts has an empty one.
+        content = choice.content if choice.content or not choice.calls else None
+        message = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(choice.reasoning)}
+        if choice.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in choice.calls
+            ]
         logprobs = self._logprobs(choice.token_ids, choice.logprobs)
         return {"index": index, "message": message, "logprobs": logprobs, **self._end(choice)}
+
+    def _reasoning(self, text: str) -> dict[str, Any]:
+        """Thoughts under both names that clients look for."""
+        return {"reasoning_content": text, "reasoning": text} if text and self._thoughts else {}
+
+    @staticmethod
+    def _call_delta(call: CallDelta) -> dict[str, Any]:
+        function = {"arguments": call.arguments}
+        if call.name is None:
+            return {"index": call.index, "function": function}
+        return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
     def _logprobs(self, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any] | None:
         if self.top is None:

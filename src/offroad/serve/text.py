@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from offroad.errors import RequestError
 from offroad.sample.params import SamplingParams
+from offroad.settings import Settings
+from offroad.text.answer import AUTO, AnswerParser, Notation, Reading
 from offroad.weights.source import TokenizerFiles
 
 
@@ -24,6 +26,7 @@ class TextLayer(Protocol):
 
     generation: dict[str, Any]
     eos_ids: tuple[int, ...]
+    notation: Notation
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt: ...
 
@@ -35,13 +38,19 @@ class TextLayer(Protocol):
 
     def token_bytes(self, id: int) -> bytes: ...
 
-    def stream(self, params: SamplingParams, continues: bool) -> Any: ...
+    def token_id(self, token: str) -> int | None: ...
+
+    def stream(self, params: SamplingParams, continues: bool, reading: Reading | None = None) -> Any: ...
+
+    def parser(self, params: SamplingParams, reading: Reading) -> AnswerParser: ...
 
 
 class ModelText:
     """The text layer of a checkpoint. Raises ModelError or SettingsError for files that cannot be used."""
 
-    def __init__(self, files: TokenizerFiles, chat_template: str | None) -> None:
+    def __init__(
+        self, files: TokenizerFiles, chat_template: str | None = None, reasoning: str = AUTO, tools: str = AUTO
+    ) -> None:
         from offroad.text.chat_template import ChatTemplate
         from offroad.text.tokenizer import Tokenizer
 
@@ -49,7 +58,8 @@ class ModelText:
         self._template = ChatTemplate(files, chat_template)
         self.generation, self.eos_ids = files.generation, tuple(self._tokenizer.eos_ids)
         self.decode = self._tokenizer.decode
-        self.token_bytes = self._tokenizer.token_bytes
+        self.token_bytes, self.token_id = self._tokenizer.token_bytes, self._tokenizer.token_id
+        self.notation = Notation.of(self._template.source or "", self._template.reads, reasoning, tools)
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt:
         """The prompt of a conversation. Raises RequestError when the template refuses it."""
@@ -66,13 +76,26 @@ class ModelText:
         """The text of a token alone, as log-probabilities name it; bytes that are no text become U+FFFD."""
         return self.token_bytes(id).decode(errors="replace")
 
-    def stream(self, params: SamplingParams, continues: bool) -> Any:
+    def stream(self, params: SamplingParams, continues: bool, reading: Reading | None = None) -> Any:
         from offroad.text.detokenize import OutputStream
 
-        return OutputStream(self._tokenizer, params, continues=continues)
+        keep = frozenset() if reading is None else frozenset(self._marks(reading).values())
+        return OutputStream(self._tokenizer, params, continues=continues, keep=keep)
+
+    def parser(self, params: SamplingParams, reading: Reading) -> AnswerParser:
+        """A parser of one answer. Special tokens that were kept for it alone do not stay in the content."""
+        return reading.parser(tuple(self._marks(reading)) if params.skip_special_tokens else ())
+
+    def _marks(self, reading: Reading) -> dict[str, int]:
+        return self._tokenizer.special_within(reading.tags)
 
 
-def template_options(kwargs: dict[str, Any] | None, **named: bool | None) -> dict[str, Any]:
+def model_text(files: TokenizerFiles, settings: Settings) -> TextLayer:
+    """The text layer of a served model."""
+    return ModelText(files, settings.chat_template, settings.reasoning_parser, settings.tool_call_parser)
+
+
+def template_options(kwargs: dict[str, Any] | None, **named: Any) -> dict[str, Any]:
     """Keyword arguments for a template: the request's own fields over its `chat_template_kwargs`.
 
     Raises RequestError when the two name the same thing.

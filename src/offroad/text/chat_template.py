@@ -6,10 +6,12 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from offroad.errors import RequestError, SettingsError
 from offroad.text.messages import extended, joined, prepared
@@ -54,6 +56,13 @@ class ChatTemplate:
             if override is not None:
                 raise SettingsError("--chat-template does not compile", found=e, accepted="a Jinja template") from e
             self._broken = str(e)
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads, `tools` and `enable_thinking` perhaps among them."""
+        if self._template is None or self.source is None:
+            return frozenset()
+        return frozenset(jinja2.meta.find_undeclared_variables(template_environment().parse(self.source)))
 
     def render(
         self,

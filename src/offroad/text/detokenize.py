@@ -27,11 +27,20 @@ class OutputStream:
     are split over pushes. A stop string within the first `min_tokens` tokens does not count.
 
     `continues`: the text goes on after a raw prompt (completions), so SentencePiece's leading space is kept.
+    `keep`: special tokens that stay in the text although the others are left out, since a parser looks for them. Stop
+    strings apply to that text, before any parser: to thoughts and to calls of tools with their tags as well.
     `tokens_used`: tokens up to the one that completed the stop string; tokens after it are not looked at.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, continues: bool = False) -> None:
-        self._decoding = Decoding(tokenizer, skip_special=params.skip_special_tokens, continues=continues)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        continues: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        self._decoding = Decoding(tokenizer, skip_special=params.skip_special_tokens, continues=continues, keep=keep)
         self._stops = params.stop
         self._min_tokens = params.min_tokens
         self._include = params.include_stop_str_in_output

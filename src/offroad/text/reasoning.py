@@ -22,6 +22,17 @@ CHANNEL = Thoughts("<|channel>thought\n", "<channel|>", ("<|tool_call>",))
 _BEFORE, _THINKING, _ANSWER = range(3)
 
 
+def opened_by(prompt: str, thoughts: Thoughts) -> bool | None:
+    """Whether a prompt's end has begun thoughts; None: it has ended them already, so an answer has none.
+
+    Read from the text, since what a template does with its switches is its own affair.
+    """
+    end = prompt.rstrip()
+    if end.endswith(thoughts.end):
+        return None
+    return end.endswith(thoughts.start.rstrip())
+
+
 class ReasoningParser:
     """`opened`: the prompt ends with the start tag, so the text begins with thoughts.
 

@@ -29,7 +29,10 @@ class Said:
 
 
 class ToolParser(Protocol):
-    """Takes the text behind the thoughts apart. What it gives does not depend on how the text is cut into pieces."""
+    """Takes the text behind the thoughts apart. What it gives does not depend on how the text is cut into pieces.
+    `tags`: what marks calls, which must be in the text even if a tokenizer calls them special."""
+
+    tags: tuple[str, ...]
 
     @property
     def complete(self) -> int:
@@ -37,8 +40,11 @@ class ToolParser(Protocol):
 
     def feed(self, text: str) -> Said: ...
 
-    def finish(self) -> Said:
-        """What is left when the text has ended; a call without an end is completed if it can be read, else content."""
+    def finish(self, cut: bool = False) -> Said:
+        """What is left when the text has ended; a call without an end is completed if it can be read, else content.
+
+        `cut`: the text did not end by itself. Then a call of which parts were told stays as it is, not complete.
+        """
 
 
 def held(text: str, tags: Iterable[str]) -> int:

@@ -65,6 +65,12 @@ class Tokenizer:
                 ids, offsets = [self.bos_id, *ids], [(0, 0), *offsets]
         return ids, offsets
 
+    def special_within(self, tags: Iterable[str]) -> dict[str, int]:
+        """The special tokens, by their text, that are a part of one of `tags`: an answer without them loses the tag."""
+        tags = tuple(tags)
+        texts = {self.token_text(id): id for id in self.special_ids}
+        return {text: id for text, id in texts.items() if text and any(text in tag for tag in tags)}
+
     def decode(self, ids: Iterable[int], skip_special: bool = True, continues: bool = False) -> str:
         """Text of `ids`. `continues`: the text goes on after a prompt, so SentencePiece's space before the first word
         stays. Ids without a token (padding rows of an embedding) have no text."""
@@ -87,12 +93,15 @@ class Tokenizer:
 class Decoding:
     """Incremental decode: `token(id)` gives the text that this token completes, `end()` what is left (as U+FFFD).
 
-    Only complete UTF-8 leaves; the concatenation is the same whatever the pace.
+    Only complete UTF-8 leaves; the concatenation is the same whatever the pace. `keep`: special tokens that are text
+    all the same.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool, continues: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool, continues: bool, keep: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer, self._decoder = tokenizer, tokenizer._decoder
-        self._skip = tokenizer.special_ids if skip_special else frozenset()
+        self._skip = tokenizer.special_ids - keep if skip_special else frozenset()
         self._first = not continues
         self._strip = 0 if continues else self._decoder.strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

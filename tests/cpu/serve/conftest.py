@@ -37,7 +37,7 @@ class Stack:
 
         self.settings = Settings(model="fake", port=0, **settings)
         self.client = EngineClient(self.settings, launch=in_thread(factory))
-        self.service = Service(self.settings, self.client, lambda files, template: FakeText(generation or {}))
+        self.service = Service(self.settings, self.client, lambda files, settings: FakeText(generation or {}))
         self.app = create_app(self.service)
 
     @asynccontextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from offroad.errors import RequestError
 from offroad.serve.text import Prompt
+from offroad.text.answer import Notation
 
 EOS = 256
 
@@ -52,16 +53,21 @@ class Stream:
 class FakeText:
     eos_ids = (EOS,)
 
-    def __init__(self, generation: dict) -> None:
+    def __init__(self, generation: dict, notation: Notation = Notation()) -> None:
         self.generation = generation
         self.options: dict = {}
+        self.notation = notation
+        self.tokens: dict[str, int] = {}
+        self.ending = ""
 
     def chat(self, messages, *, add_generation_prompt=True, continue_final_message=False, **options) -> Prompt:
         self.options = options | {"add": add_generation_prompt, "continue": continue_final_message}
         if messages[0]["content"] == "!bad":
             raise RequestError("the chat template refuses", param="messages")
-        texts = [c if isinstance(c := m["content"], str) else "\n".join(p["text"] for p in c) for m in messages]
-        text = "".join(texts)
+        texts = [
+            c if isinstance(c := m.get("content") or "", str) else "\n".join(p["text"] for p in c) for m in messages
+        ]
+        text = "".join(texts) + (self.ending if add_generation_prompt else "")
         return Prompt(list(text.encode()), text, (len(texts[0]),))
 
     def prompt(self, text, add_special) -> Prompt:
@@ -76,5 +82,11 @@ class FakeText:
     def token_bytes(self, id) -> bytes:
         return b"" if id == EOS else bytes([id])
 
-    def stream(self, params, continues):
+    def token_id(self, token) -> int | None:
+        return self.tokens.get(token)
+
+    def stream(self, params, continues, reading=None):
         return Stream(params, continues)
+
+    def parser(self, params, reading):
+        return reading.parser()

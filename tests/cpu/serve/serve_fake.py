@@ -24,7 +24,7 @@ def ready(url, info) -> None:
 
 
 try:
-    serve(settings, ready, client=client, make_text=lambda files, template: FakeText({}))
+    serve(settings, ready, client=client, make_text=lambda files, settings: FakeText({}))
 except OffroadError as error:
     print("error", error, flush=True)
     sys.exit(error.exit_code)

@@ -12,6 +12,8 @@ from offroad.serve import stream as streams
 
 ABC = [{"role": "user", "content": "abc"}]
 SAID = {"role": "assistant", "content": "x"}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -45,9 +47,42 @@ def many(stack, path: str, bodies: list):
 
 REFUSED_CHAT = [
     # body beside messages, param, code
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_field"),
-    ({"tool_choice": "auto"}, "tool_choice", "unsupported_field"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_field"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "missing_field"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0.type", "invalid_value"),
+    ({"tools": [NOW | {"function": {"name": "a b"}}]}, "tools.0.function.name", "invalid_value"),
+    ({"tools": [NOW, NOW]}, "tools", "invalid_request"),
+    ({"tools": [NOW]}, "tools", "unsupported_field"),  # the template has no place for them
+    ({"tool_choice": "required"}, "tool_choice", "invalid_request"),
+    ({"tool_choice": "sometimes"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "invalid_request"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_value"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_field"),
+    (
+        {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
+        "response_format.json_schema",
+        "invalid_request",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_request"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "invalid_request"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_value"),
+    ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "invalid_request"),
+    ({"structured_outputs": {"json": "no"}}, "structured_outputs.json", "invalid_request"),
+    ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "unknown_field"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "invalid_request",
+    ),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "invalid_request"),
+    ({"guided_json": {}}, "guided_json", "unsupported_field"),
+    ({"guided_regex": "a"}, "guided_regex", "unsupported_field"),
+    ({"enable_thinking": True}, "enable_thinking", "unsupported_field"),  # the model does not think
+    ({"thinking": {"type": "enabled"}}, "thinking", "unsupported_field"),
+    ({"thinking": {"type": "on"}}, "thinking.type", "invalid_value"),
+    ({"enable_thinking": False, "reasoning_effort": "low"}, "reasoning_effort", "invalid_request"),
+    ({"reasoning_effort": "lots"}, "reasoning_effort", "invalid_value"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget", "invalid_value"),
     ({"audio": {}}, "audio", "unsupported_field"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_field"),
     ({"functions": [{}]}, "functions", "unsupported_field"),
@@ -88,14 +123,17 @@ REFUSED_CHAT = [
     ({"messages": None}, "messages", "invalid_value"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "missing_field"),
     ({"messages": [{"role": "alien", "content": "x"}]}, "messages.0.role", "invalid_value"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "unsupported_field"),
+    ({"messages": [{"role": "tool"}]}, "messages.0.content", "missing_field"),
+    ({"messages": [ABC[0] | {"tool_call_id": "x"}]}, "messages.0.tool_call_id", "invalid_request"),
+    ({"messages": [ABC[0] | {"tool_calls": [CALL]}]}, "messages.0.tool_calls", "invalid_request"),
+    (
+        {"messages": [SAID | {"tool_calls": [CALL | {"function": {}}]}]},
+        "messages.0.tool_calls.0.function.name",
+        "missing_field",
+    ),
     ({"messages": [*ABC, {"role": "user", "content": 3}]}, "messages.1.content", "invalid_value"),
     ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages.0.mood", "unknown_field"),
-    (
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages.0.tool_calls",
-        "unsupported_field",
-    ),
+    ({"messages": [SAID | {"tool_calls": [{}]}]}, "messages.0.tool_calls.0.function", "missing_field"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages.0.content.0.type",
@@ -115,6 +153,9 @@ REFUSED_CHAT = [
 REFUSED_COMPLETION = [
     ({"suffix": "x"}, "suffix", "unsupported_field"),
     ({"best_of": 2}, "best_of", "unsupported_field"),
+    ({"tools": [NOW]}, "tools", "unsupported_field"),
+    ({"guided_grammar": "root ::= x"}, "guided_grammar", "unsupported_field"),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_request"),
     ({"prompt": []}, "prompt", "invalid_request"),
     ({"prompt": [[]]}, "prompt", "invalid_request"),
     ({"prompt": ""}, "prompt", "invalid_request"),

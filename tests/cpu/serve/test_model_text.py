@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from offroad.execute.client import EngineClient
 from offroad.execute.launch import in_thread
 from offroad.serve.service import Service
-from offroad.serve.text import ModelText
+from offroad.serve.text import ModelText, model_text
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
@@ -42,7 +42,7 @@ class TextEngine(FakeEngine):
 
 def ask(stack, path: str, body: dict):
     made = stack(make=TextEngine)
-    made.service._make_text = ModelText
+    made.service._make_text = model_text
 
     async def main():
         async with made.http() as http:

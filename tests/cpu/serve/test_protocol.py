@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from offroad.errors import RequestError
 from offroad.sample.params import SamplingParams
-from offroad.serve.protocol import HARMLESS, NEUTRAL, ChatRequest, CompletionRequest, parse
+from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.fields import CHAT_ONLY, HARMLESS, NEUTRAL, RENAMED
+from offroad.serve.protocol.parse import parse
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
@@ -27,7 +30,7 @@ GOOD = {ChatRequest: {"messages": [{"role": "user", "content": "a"}]}, Completio
 
 
 def names(kind) -> list[str]:
-    return sorted({*kind.model_fields, *NEUTRAL, *HARMLESS, "surprise"})
+    return sorted({*kind.model_fields, *NEUTRAL, *CHAT_ONLY, *RENAMED, *HARMLESS, "surprise"})
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
@@ -39,6 +42,9 @@ def test_every_body_is_understood_or_refused_by_name(kind, data):
     try:
         request = parse(json.dumps(body).encode(), kind)
         params = request.sampling({}, vocab=100)
+        request.grammar()
+        if kind is ChatRequest:
+            request.thinks(), request.budget(), request.called()
         if kind is CompletionRequest:
             request.prompts(vocab=100)
     except RequestError as refusal:
@@ -55,7 +61,7 @@ def test_every_body_is_understood_or_refused_by_name(kind, data):
         if name in kind.model_fields:
             assert getattr(request, name) is not None or value is None
         else:
-            assert name in HARMLESS or value is None or value in NEUTRAL[name], (name, value)
+            assert name in HARMLESS or value is None or value in (NEUTRAL | kind.neutral)[name], (name, value)
 
 
 @settings(max_examples=100, deadline=None)
@@ -69,7 +75,9 @@ def test_every_sampling_field_of_a_body_is_honoured():
     # A field of the body that is neither a sampling parameter nor known to be handled elsewhere would be ignored.
     elsewhere = {"model", "stream", "stream_options", "return_token_ids", "cache_salt", "add_special_tokens", "echo"}
     elsewhere |= {"messages", "prompt", "max_completion_tokens", "top_logprobs", "add_generation_prompt"}
-    elsewhere |= {"continue_final_message", "chat_template_kwargs"}
+    elsewhere |= {"continue_final_message", "chat_template_kwargs", "response_format", "structured_outputs"}
+    elsewhere |= {"tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking", "reasoning_effort"}
+    elsewhere |= {"include_reasoning", "thinking_token_budget"}
     for kind in (ChatRequest, CompletionRequest):
         assert kind.model_fields.keys() - elsewhere <= set(SamplingParams.__struct_fields__)
-    assert not NEUTRAL.keys() & (ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys())
+        assert not (NEUTRAL | kind.neutral).keys() & kind.model_fields.keys()

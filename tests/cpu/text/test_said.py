@@ -115,6 +115,11 @@ SAMPLES = {
         '{"not": "a call"}',
         "  plain text {",
     ],
+    "json": [
+        '[{"name": "now", "parameters": {}}, {"name": "search", "parameters": {"query": "[x]"}}]',
+        '[{"name": "now"',
+        "text [",
+    ],
     "pythonic": [
         '[search(query="a, b", limit=2, tags=["x"], filter={"k": None}), now()]',
         "[1, 2, 3]",
@@ -188,6 +193,8 @@ def test_other_notations():
     assert read("gemma4", gemma[1]) == (gemma[1], [])
     assert read("gemma4", gemma[2]) == ("", [("search", {"limit": 1})])
     assert read("llama3_json", llama[1]) == ("", [("now", {}), ("search", {"limit": 2})])
+    values = {"query": "[x]"}
+    assert read("json", SAMPLES["json"][0]) == ("", [("now", {}), ("search", values)])
     assert read("llama3_json", llama[2]) == (llama[2], [])
     values = {"query": "a, b", "limit": 2, "tags": ["x"], "filter": {"k": None}}
     assert read("pythonic", python[0]) == ("", [("search", values), ("now", {})])

@@ -17,6 +17,7 @@ class BlockParser:
 
     start: str
     end: str
+    tags: tuple[str, ...]
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
@@ -43,7 +44,7 @@ class BlockParser:
             self._text = self._text[keep:]
         return together(said)
 
-    def finish(self) -> Said:
+    def finish(self, cut: bool = False) -> Said:
         text, self._text = self._text, ""
         last = self._block(text, "") if self._inside else self._margin.say(text)
         return together([last, self._margin.end()])
@@ -61,6 +62,7 @@ class HermesParser(BlockParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes)."""
 
     start, end = "<tool_call>", "</tool_call>"
+    tags = (start, end)
 
     def read(self, body: str) -> list[Call] | None:
         return json_calls(body, "arguments", "parameters")

@@ -18,6 +18,7 @@ class Gemma4Parser(BlockParser):
     """A JSON-like notation: keys without quotes, strings between quote tokens."""
 
     start, end = "<|tool_call>", "<tool_call|>"
+    tags = (start, end, _QUOTE)
 
     def read(self, body: str) -> list[Call] | None:
         named = _NAME.match(body)

@@ -39,6 +39,8 @@ class _State(Enum):
 class QwenXmlParser:
     """A machine over what is open."""
 
+    tags = (_OPEN, _CLOSE, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER)
+
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
         self.complete = 0
@@ -64,10 +66,12 @@ class QwenXmlParser:
             said.append(piece)
         return together([*said, self._partial()])
 
-    def finish(self) -> Said:
-        """Content that was held back; an open value and its call are ended."""
+    def finish(self, cut: bool = False) -> Said:
+        """Content that was held back; an open value and its call are ended, unless the text was cut."""
         text, self._text = self._text, ""
         if self._state in (_State.BODY, _State.VALUE):
+            if cut:
+                return self._arguments(self._value_part(text)) if self._open_string() else Said()
             value = self._value_end(text.removesuffix("\n")) if self._state == _State.VALUE else ""
             return self._end(value + "}")
         tag = self._tag if self._state == _State.CALL else ""
@@ -143,10 +147,14 @@ class QwenXmlParser:
         """What may be told of a state that is still open."""
         if self._state == _State.CONTENT:
             return self._margin.say(self._released((_OPEN, _FUNCTION)))
-        if self._state == _State.VALUE and not self.tools.kinds(self._function, self._parameter) - {"string"}:
+        if self._open_string():
             text = self._released((*_ENDS, *(f"\n{tag}" for tag in _ENDS)))
             return self._arguments(self._value_part(text)) if text else Said()
         return Said()
+
+    def _open_string(self) -> bool:
+        """Whether a value is open that is told as it comes."""
+        return self._state == _State.VALUE and not self.tools.kinds(self._function, self._parameter) - {"string"}
 
     def _released(self, tags: tuple[str, ...]) -> str:
         keep = len(self._text) - held(self._text, tags)

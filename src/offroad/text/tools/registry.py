@@ -8,7 +8,7 @@ from offroad.text.tools.blocks import HermesParser
 from offroad.text.tools.gemma4 import Gemma4Parser
 from offroad.text.tools.qwen_xml import QwenXmlParser
 from offroad.text.tools.schema import Tools
-from offroad.text.tools.whole import LlamaJsonParser, PythonicParser
+from offroad.text.tools.whole import JsonListParser, LlamaJsonParser, PythonicParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "qwen3_xml": QwenXmlParser,
@@ -16,6 +16,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "gemma4": Gemma4Parser,
     "llama3_json": LlamaJsonParser,
     "pythonic": PythonicParser,
+    "json": JsonListParser,
 }
 REASONING_PARSERS: dict[str, Thoughts] = {"qwen3": THINK, "deepseek_r1": THINK, "gemma4": CHANNEL}
 # What a template that teaches a notation contains, the surest signs first.

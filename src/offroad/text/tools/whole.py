@@ -6,7 +6,7 @@ import ast
 import json
 from abc import abstractmethod
 
-from offroad.text.said import Said
+from offroad.text.said import CallPiece, Said
 from offroad.text.tools.blocks import Call, json_calls, pieces
 from offroad.text.tools.schema import Tools
 
@@ -15,6 +15,7 @@ class WholeParser:
     """An answer that begins with one of `openers` is kept until its end; calls if it can be read, content if not."""
 
     openers: tuple[str, ...]
+    tags: tuple[str, ...] = ()
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
@@ -36,7 +37,7 @@ class WholeParser:
         self._content = True
         return Said(content=self._text)
 
-    def finish(self) -> Said:
+    def finish(self, cut: bool = False) -> Said:
         if self._content or not self._text:
             return Said()
         calls = self.read(self._text.strip())
@@ -50,6 +51,7 @@ class LlamaJsonParser(WholeParser):
     """`{"name": ..., "parameters": {...}}`, several parted by `;` (Llama 3)."""
 
     openers = ("{", "<|python_tag|>")
+    tags = ("<|python_tag|>",)
 
     def read(self, text: str) -> list[Call] | None:
         rest, calls = text.removeprefix("<|python_tag|>").strip(), []
@@ -64,6 +66,39 @@ class LlamaJsonParser(WholeParser):
             calls += one
             rest = rest[size:].strip().removeprefix(";").strip()
         return calls
+
+
+class JsonListParser(WholeParser):
+    """`[{"name": ..., "parameters": {...}}, ...]`: what a grammar makes of an answer that must call."""
+
+    openers = ("[",)
+
+    def read(self, text: str) -> list[Call] | None:
+        return json_calls(text, "parameters") if text.startswith("[") else None
+
+
+class NamedParser:
+    """All of the answer is the arguments of one function, as a grammar makes it."""
+
+    tags: tuple[str, ...] = ()
+
+    def __init__(self, function: str) -> None:
+        self._function, self._text, self._begun = function, "", False
+        self.complete = 0
+
+    def feed(self, text: str) -> Said:
+        self._text += text
+        if not text:
+            return Said()
+        name, self._begun = None if self._begun else self._function, True
+        return Said(calls=(CallPiece(0, name, text),))
+
+    def finish(self, cut: bool = False) -> Said:
+        try:
+            self.complete = int(isinstance(json.loads(self._text), dict))
+        except ValueError:
+            self.complete = 0
+        return Said()
 
 
 class PythonicParser(WholeParser):

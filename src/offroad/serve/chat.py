@@ -1,0 +1,215 @@
+"""From a chat's body to what the engine runs and how the answer is read: shared by the APIs that chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from offroad.errors import RequestError
+from offroad.sample.guide import Grammar, Guide, Thinking
+from offroad.sample.params import SamplingParams
+from offroad.serve.generation import fit
+from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.shared import Generation
+from offroad.serve.protocol.tools import NamedChoice, Tool, ToolChoice
+from offroad.serve.text import Prompt, TextLayer, template_options
+from offroad.text.answer import Notation, Reading
+from offroad.text.reasoning import opened_by
+from offroad.text.tools.registry import TOOL_PARSERS
+
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat as it is submitted."""
+
+    prompt: Prompt
+    params: SamplingParams
+    reading: Reading
+    guide: Guide | None
+
+
+def render(text: TextLayer, body: ChatRequest, defaults: dict[str, Any]) -> tuple[Prompt, Reading]:
+    """The prompt, and how its answer is read; `defaults` are template variables for what the request leaves open.
+
+    Raises RequestError for what the template or the model cannot do.
+    """
+    goes_on = bool(body.continue_final_message)
+    opens = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    tools, choice = body.called()
+    _check_tools(text.notation, tools, choice)
+    named: dict[str, Any] = {"add_generation_prompt": opens, "continue_final_message": goes_on}
+    if tools:
+        named["tools"] = [tool.plain() for tool in tools]
+    named |= _thinking(text.notation, body)
+    options = {**defaults, **template_options(body.chat_template_kwargs, **named)}
+    prompt = text.chat([message.plain() for message in body.messages], **options)
+    thoughts = text.notation.thoughts
+    opened = None if thoughts is None or goes_on else opened_by(prompt.text or "", thoughts)
+    if goes_on and thoughts is not None and opened_by(prompt.text or "", thoughts):
+        opened = True
+    return prompt, Reading(
+        thoughts=None if opened is None else thoughts,
+        opened=bool(opened),
+        tools=tuple(tool.plain() for tool in tools),
+        calls=None if not tools or isinstance(choice, NamedChoice) else _calls(text.notation, choice),
+        named=choice.function.name if isinstance(choice, NamedChoice) else None,
+        several=body.parallel_tool_calls is not False,
+    )
+
+
+def read(text: TextLayer, body: ChatRequest, vocab: int, max_model_len: int, defaults: dict[str, Any]) -> Chat:
+    """The whole of a chat. Raises RequestError. Takes time: call it from a thread."""
+    params = body.sampling(text.generation, vocab)
+    prompt, reading = render(text, body, defaults)
+    params = fit(prompt, params, max_model_len, text.generation.get("max_new_tokens"), "messages")
+    return Chat(prompt, params, reading, _guide(text, body, reading))
+
+
+def _check_tools(notation: Notation, tools: list[Tool], choice: ToolChoice) -> None:
+    if not tools:
+        return
+    if "tools" not in notation.reads:
+        raise RequestError(
+            "the model's chat template has no place for tools",
+            param="tools",
+            code="unsupported_field",
+            accepted="no tools",
+            next="use another model, or start the server with --chat-template FILE",
+        )
+    if notation.tools is None and choice == "auto":
+        raise RequestError(
+            "it is not known how this model writes calls of tools",
+            param="tools",
+            code="unsupported_field",
+            accepted='tool_choice "none", "required" or a name',
+            next=f"start the server with --tool-call-parser {'|'.join(TOOL_PARSERS)}",
+        )
+
+
+def _calls(notation: Notation, choice: ToolChoice) -> str | None:
+    """A grammar makes an answer that must call a list in JSON, whatever the model's own notation."""
+    return "json" if choice == "required" else notation.tools
+
+
+def _thinking(notation: Notation, body: ChatRequest) -> dict[str, Any]:
+    """Template variables that turn thoughts on or off, and say how much of them."""
+    thinks, switches = body.thinks(), _SWITCHES & notation.reads
+    effort = body.reasoning_effort
+    if thinks is not None and not switches and thinks != (notation.thoughts is not None):
+        given = ("enable_thinking", "thinking", "reasoning_effort")
+        field = next(name for name in given if getattr(body, name) is not None)
+        raise RequestError(
+            "the model always thinks" if notation.thoughts else "the model does not think",
+            param=field,
+            code="unsupported_field",
+            found="a request to change that, which its chat template cannot",
+            accepted=f"no {field}",
+        )
+    options: dict[str, Any] = {} if thinks is None else dict.fromkeys(switches, thinks)
+    if effort not in (None, "none") and "reasoning_effort" in notation.reads:
+        options["reasoning_effort"] = effort
+    return options
+
+
+def _guide(text: TextLayer, body: ChatRequest, reading: Reading) -> Guide | None:
+    """What limits the answer: a grammar, the thoughts before it, their budget. Raises RequestError."""
+    grammar, budget, (tools, choice) = body.grammar(), body.budget(), body.called()
+    param = _grammar_field(body)
+    escapes: tuple[int, ...] = ()
+    if choice == "required" or isinstance(choice, NamedChoice):
+        if grammar is not None:
+            raise RequestError(param, param=param, found="a tool_choice that must be a call", accepted="one of the two")
+        grammar, param = _calls_grammar(tools, choice, reading.several), "tool_choice"
+    elif grammar is not None and tools:
+        escapes = _escapes(text, reading, param)
+    if budget is not None and reading.thoughts is None:
+        budget = None  # there are no thoughts to limit
+    if grammar is None and budget is None:
+        return None
+    _check_minimum(body, grammar, param)
+    name = param if grammar is not None else "thinking_token_budget"
+    return Guide(grammar, _thoughts(text, body, reading, budget, name), escapes, param)
+
+
+def plain_guide(body: CompletionRequest) -> Guide | None:
+    """What limits a completion: a grammar alone. Raises RequestError."""
+    grammar, param = body.grammar(), _grammar_field(body)
+    _check_minimum(body, grammar, param)
+    return None if grammar is None else Guide(grammar, param=param)
+
+
+def _grammar_field(body: Generation) -> str:
+    return "response_format" if body.structured_outputs is None else "structured_outputs"
+
+
+def _check_minimum(body: Generation, grammar: Grammar | None, param: str) -> None:
+    """A grammar may allow nothing but the end, where `min_tokens` forbids it."""
+    if grammar is not None and body.min_tokens:
+        raise RequestError("min_tokens", param="min_tokens", found=f"{param} too", accepted="one of the two")
+
+
+def _thoughts(text: TextLayer, body: ChatRequest, reading: Reading, budget: int | None, param: str) -> Thinking | None:
+    """The thoughts before the answer, by their tokens."""
+    if reading.thoughts is None or (body.thinks() is False and not reading.opened):
+        return None
+    end, start = reading.thoughts.end, reading.thoughts.start
+    end_id = text.token_id(end)
+    # What follows the token that begins thoughts (a channel's name) is a part of them.
+    starts = [start[:size] for size in range(len(start), 0, -1)]
+    start_id = next((id for part in starts if (id := text.token_id(part)) is not None and len(part) > 1), None)
+    if end_id is None or (start_id is None and not reading.opened):
+        raise RequestError(
+            f"{param} needs thoughts that end with a token of its own",
+            param=param,
+            code="unsupported_field",
+            found=f"{end} in several tokens",
+            accepted="a request that turns thoughts off",
+        )
+    return Thinking(end_id, None if reading.opened else start_id, reading.opened, budget)
+
+
+def _escapes(text: TextLayer, reading: Reading, param: str) -> tuple[int, ...]:
+    """The tokens that begin a call, with which an answer may begin in place of what a grammar wants."""
+    first = TOOL_PARSERS[reading.calls].tags[:1] if reading.calls else ()
+    ids = tuple(id for tag in first if (id := text.token_id(tag)) is not None)
+    if not ids:
+        raise RequestError(
+            f"{param} together with tools",
+            param=param,
+            code="unsupported_field",
+            found="a model whose calls do not begin with a token of their own",
+            accepted='one of the two, or tool_choice "required"',
+        )
+    return ids
+
+
+def _calls_grammar(tools: list[Tool], choice: ToolChoice, several: bool) -> Grammar:
+    """JSON: the arguments of the named function, or a list of calls."""
+    schemas = {tool.function.name: tool.function.parameters or _ANY_OBJECT for tool in tools}
+    if isinstance(choice, NamedChoice):
+        return Grammar("json_schema", msgspec.json.encode(schemas[choice.function.name]).decode())
+    defs: dict[str, Any] = {}
+    entries = []
+    for name, schema in schemas.items():
+        own = dict(schema)
+        for word in ("$defs", "definitions"):
+            if isinstance(own.get(word), dict):
+                defs.setdefault(word, {}).update(own.pop(word))
+        entries.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": own},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": entries}, **defs}
+    if not several:
+        schema["maxItems"] = 1
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())

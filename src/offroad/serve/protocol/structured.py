@@ -1,0 +1,107 @@
+"""What an answer must look like: `response_format` of OpenAI, `structured_outputs` of vLLM."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import msgspec
+from pydantic import Field
+
+from offroad.errors import RequestError
+from offroad.sample.guide import Grammar
+from offroad.serve.protocol.fields import Strict, short
+
+
+class JsonSchema(Strict):
+    """`strict` is accepted with any value: an answer always follows the schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """One of these. `json` is a schema, as an object or as text; `grammar` is EBNF as xgrammar reads it."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(default=None, min_length=1)
+    grammar: str | None = None
+
+
+def grammar_of(response: ResponseFormat | None, outputs: StructuredOutputs | None) -> Grammar | None:
+    """The grammar that the two fields ask for; None: any text. Raises RequestError."""
+    asked = [] if response is None else _of_response(response)
+    given = [] if outputs is None else _of_outputs(outputs)
+    if outputs is not None and len(given) != 1:
+        found = f"{len(given)} of them"
+        accepted = "one of json, json_object, regex, choice, grammar"
+        raise RequestError("structured_outputs", param="structured_outputs", found=found, accepted=accepted)
+    if asked and given:
+        raise RequestError(
+            "structured_outputs",
+            param="structured_outputs",
+            found="response_format too",
+            accepted="one of the two",
+        )
+    return (asked or given or [None])[0]
+
+
+def _of_response(response: ResponseFormat) -> list[Grammar]:
+    if response.type != "json_schema":
+        if response.json_schema is not None:
+            raise RequestError(
+                "response_format.json_schema",
+                param="response_format.json_schema",
+                found=f"type {response.type}",
+                accepted='a schema only with type "json_schema"',
+            )
+        return [] if response.type == "text" else [Grammar("json_object")]
+    if response.json_schema is None:
+        raise RequestError(
+            "response_format.json_schema is missing", param="response_format.json_schema", code="missing_field"
+        )
+    return [Grammar("json_schema", _text(response.json_schema.schema_ or {}))]
+
+
+def _of_outputs(outputs: StructuredOutputs) -> list[Grammar]:
+    found = []
+    if outputs.json_ is not None:
+        found.append(Grammar("json_schema", _schema(outputs.json_)))
+    if outputs.json_object:
+        found.append(Grammar("json_object"))
+    if outputs.regex is not None:
+        found.append(Grammar("regex", outputs.regex))
+    if outputs.choice is not None:
+        if not all(outputs.choice):
+            param = "structured_outputs.choice"
+            raise RequestError(param, param=param, found="an empty string", accepted="strings that are not empty")
+        found.append(Grammar("ebnf", "root ::= " + " | ".join(json.dumps(text) for text in outputs.choice)))
+    if outputs.grammar is not None:
+        found.append(Grammar("ebnf", outputs.grammar))
+    return found
+
+
+def _schema(given: dict[str, Any] | str) -> str:
+    if isinstance(given, dict):
+        return _text(given)
+    try:
+        schema = msgspec.json.decode(given)
+    except (msgspec.DecodeError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        param = "structured_outputs.json"
+        raise RequestError(param, param=param, found=short(given), accepted="a JSON schema, as an object or as text")
+    return given
+
+
+def _text(schema: dict[str, Any]) -> str:
+    return msgspec.json.encode(schema).decode()
