@@ -156,3 +156,18 @@ class SlowLoad(FakeEngine):
 
 class VerySlowLoad(FakeEngine):
     load_seconds = 60
+
+
+class Scripted(FakeEngine):
+    """Says what `says` has, then eos, `pace` bytes a step, whatever the prompt. Deaf to guides."""
+
+    says, pace = "", 3
+    step_seconds = 0.0005
+
+    def _event(self, key, entry) -> TokenEvent | None:
+        request, _, done = entry
+        tokens = [*self.says.encode(), EOS]
+        told = tokens[done : done + self.pace][: request.params.max_tokens - done]
+        entry[2] = done = done + len(told)
+        reason = "stop" if told[-1] == EOS else "length" if done >= request.params.max_tokens else None
+        return TokenEvent(request_id=key[0], index=key[1], token_ids=told, finish_reason=reason)

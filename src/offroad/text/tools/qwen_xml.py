@@ -70,8 +70,8 @@ class QwenXmlParser:
         """Content that was held back; an open value and its call are ended, unless the text was cut."""
         text, self._text = self._text, ""
         if self._state in (_State.BODY, _State.VALUE):
-            if cut:
-                return self._arguments(self._value_part(text)) if self._open_string() else Said()
+            if cut:  # what was held back may be a half tag
+                return Said()
             value = self._value_end(text.removesuffix("\n")) if self._state == _State.VALUE else ""
             return self._end(value + "}")
         tag = self._tag if self._state == _State.CALL else ""
@@ -147,14 +147,10 @@ class QwenXmlParser:
         """What may be told of a state that is still open."""
         if self._state == _State.CONTENT:
             return self._margin.say(self._released((_OPEN, _FUNCTION)))
-        if self._open_string():
+        if self._state == _State.VALUE and not self.tools.kinds(self._function, self._parameter) - {"string"}:
             text = self._released((*_ENDS, *(f"\n{tag}" for tag in _ENDS)))
             return self._arguments(self._value_part(text)) if text else Said()
         return Said()
-
-    def _open_string(self) -> bool:
-        """Whether a value is open that is told as it comes."""
-        return self._state == _State.VALUE and not self.tools.kinds(self._function, self._parameter) - {"string"}
 
     def _released(self, tags: tuple[str, ...]) -> str:
         keep = len(self._text) - held(self._text, tags)
