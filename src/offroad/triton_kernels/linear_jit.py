@@ -63,7 +63,7 @@ def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
     return tl.reshape(wide, (BN, BK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "units", "per", "group_units", "per_token"])  # one kernel for every batch
 def linear(
     x,
     w,
@@ -174,7 +174,7 @@ def linear(
     keep = (rn < n)[:, None] & ok[None, :]
     out = rm.to(tl.int64)[None, :] * n + rn[:, None]
     if SPLIT > 1:
-        size = rows.to(tl.int64) * n
+        size = tl.cast(rows, tl.int64) * n
         tl.store(partial + ps * size + out, acc, mask=keep)
         tl.debug_barrier()  # this program's stores before its arrival
         place = arrived + pm * tl.num_programs(0) + pn
@@ -191,7 +191,7 @@ def linear(
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "units", "group_units"])
 def dequantise(
     w,
     s,

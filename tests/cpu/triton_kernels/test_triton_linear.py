@@ -203,3 +203,12 @@ def test_declared_shared_memory_is_enough():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", SHARED_SCRIPT], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_dequantised_in_pieces(monkeypatch):
+    """Many rows: the weight goes through memory piece by piece, and each piece has its own columns of the result."""
+    monkeypatch.setattr(linear_run, "DENSE_BYTES", 64 * 256 * 4)
+    monkeypatch.setattr(linear_run, "MEMORY", linear_run.Memory())
+    weight = random_weight("affine4", 150, 256, 128, sym=False)
+    x = torch.randn(4, 256)
+    check(through(weight, x, dense_from=1), linear(x, weight))
