@@ -17,7 +17,7 @@ from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
-from offroad.models.registry import resolve_source
+from offroad.models.registry import Resolved
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
@@ -27,6 +27,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
 from offroad.settings import Settings
+from offroad.speculate.attach import attach
 from offroad.speculate.config import drafting
 from offroad.weights import kv_scales
 from offroad.weights.load import load, verify_headers
@@ -42,7 +43,11 @@ def _silent(phase: str, fraction: float, note: str) -> None:
 
 def make_plan(settings: Settings, source: Source) -> Plan:
     """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    resolved, source = resolve_source(source)
+    return _plan(settings, *attach(settings, source))
+
+
+def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
+    """The plan of a checkpoint, its drafter attached."""
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
@@ -74,7 +79,8 @@ class Engine:
         report("pull", 0.0, settings.model)
         source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
-        self.plan = make_plan(settings, source)
+        resolved, source = attach(settings, source)
+        self.plan = _plan(settings, resolved, source)
         if self.plan.device.source == "file":
             raise PlanError(
                 f"device {self.plan.device.name} is a profile",
@@ -89,7 +95,6 @@ class Engine:
                 accepted="1: only plans are made for more so far",
                 next="use `offroad plan`, or one GPU",
             )
-        resolved, source = resolve_source(source)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())

@@ -202,13 +202,14 @@ class TensorSpec:
     """One unpacked tensor: its name in the checkpoint (Hugging Face names), where it goes, and how it is changed.
 
     `transform` "plus_one": the checkpoint holds w and the model multiplies by 1 + w (a source may say that it has
-    added the one already, see `Source.conventions`); "matrix": all dimensions but the first become one.
+    added the one already, see `Source.conventions`); "matrix": all dimensions but the first become one; "index": whole
+    numbers from 0 to below their count, kept as int64.
     """
 
     name: str
     target: str
     shape: tuple[int, ...]
-    transform: Literal["", "plus_one", "matrix"] = ""
+    transform: Literal["", "plus_one", "matrix", "index"] = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,13 @@ class LayerSpec:
 @dataclass(frozen=True)
 class DraftSpec:
     """A drafter: its layers, and what stands outside them. `prefix`: how the names of all its tensors begin; a
-    checkpoint with one of them must have all. `method`: what proposes with it (see `offroad.speculate`)."""
+    checkpoint with one of them must have all. `method`: what proposes with it (see `offroad.speculate`).
+
+    A drafter that is a whole model has a linear "embed" (and "head", unless that is tied to it) and computes with its
+    own `norm_eps`, `embed_scale` and `logit_softcap`; others take the model's. `family` says whose forward pass it is.
+    It drafts for positions below `max_len`; None: for all. `clusters`: how many clusters of tokens its head scores; 0:
+    it scores all tokens.
+    """
 
     method: str
     hidden: int
@@ -235,6 +242,22 @@ class DraftSpec:
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
     prefix: str
+    family: str = ""
+    norm_eps: float | None = None
+    embed_scale: float = 1.0
+    logit_softcap: float | None = None
+    max_len: int | None = None
+    clusters: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a model of its own, with an embedding and a head."""
+        return any(linear.name == "embed" for linear in self.linears)
+
+    @property
+    def tied(self) -> bool:
+        """Whether its embedding is its head too."""
+        return self.whole and all(linear.name != "head" for linear in self.linears)
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,10 @@ class LayerOps:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated; no k
         and v in a layer that reads another's."""
         tensors = self.tensors
+        # A drafter of another family may have the other kind of rope.
+        positions = rows.positions if self.mixer.rope.sections is None else rows.rope_positions
         return self.bounds["qkv_rope"](
-            qkv, rows.rope_positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
+            qkv, positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
         )
 
     def attention(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rows: Rows) -> torch.Tensor:

@@ -131,10 +131,10 @@ def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
 
 
 def tensor_bytes(spec: ModelSpec) -> int:
-    """Bytes of the tensors outside linears, in fp32."""
+    """Bytes of the tensors outside linears: fp32, indices int64."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
     tensors += spec.draft.tensors if spec.drafted and spec.draft is not None else ()
-    return sum(4 * prod(tensor.shape) for tensor in tensors)
+    return sum((8 if tensor.transform == "index" else 4) * prod(tensor.shape) for tensor in tensors)
 
 
 def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:

@@ -87,7 +87,8 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
         yield from both(MODEL, op, {"hidden": spec.hidden})
     if spec.drafted and spec.draft is not None:
         for linear in spec.draft.linears:
-            yield weight(DRAFTER, linear)
+            both_ends = spec.draft.tied and linear.name == "embed"
+            yield weight(DRAFTER, linear, ("embed", "linear:head") if both_ends else ())
         for op in _norms(spec.layers[-1]):
             yield from both(DRAFTER, op, {"hidden": spec.draft.hidden})
 

@@ -23,7 +23,7 @@ from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_grou
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
-from offroad.speculate.config import Speculation, drafting, speculation
+from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
@@ -84,7 +84,7 @@ class Plan:
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
             *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
-            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
+            *([_drafts(self.drafter)] if self.drafter else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -145,6 +145,12 @@ def _graphs(graphs: GraphPlan) -> str:
         return f"none: {graphs.reason}"
     rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
     return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
+
+
+def _drafts(drafter: Speculation) -> str:
+    return (
+        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
+    )
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -286,7 +292,7 @@ def plan(
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
     notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
-    drafter = speculation(settings.speculative_config)
+    drafter = chosen(speculation(settings.speculative_config), spec, headers)
     spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)

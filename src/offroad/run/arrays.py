@@ -47,16 +47,17 @@ class Arrays:
         self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
         scaled = kv_scales if plan.kv_dtype == SCALED and kv_scales else [None] * len(spec.layers)
         for layer, scales in zip(spec.layers, scaled, strict=True):
-            views = {name: self._view(plan, dtypes, name, item) for name, item in layer.items}
+            window = layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
+            views = {name: self._view(plan, dtypes, name, item, window) for name, item in layer.items}
             if scales is not None and isinstance(views.get("kv"), PagedView):
                 views["kv"] = replace(views["kv"], k_scale=scales[0], v_scale=scales[1])
             self.views.append(views)
 
-    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item) -> View:
+    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item, window: int | None) -> View:
         if isinstance(item, Shared):
             source = self.views[item.layer][name]
             assert isinstance(source, PagedView)
-            return replace(source, writable=False)
+            return replace(source, writable=False, window=window)
         if isinstance(item, Ring):
             return self._ring(plan, dtypes, item)
         assert item.rate == 1
@@ -179,6 +180,13 @@ class Arrays:
             wanted_width=wanted_width,
             streams=positions_t.expand(3, -1) if self.streams else None,
         )
+
+    def ids(self, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Tokens at positions of slots, int64 [n] on the device."""
+        if self.shared is not None:
+            return torch.from_numpy(self.shared[slots, positions])
+        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
+        return self.tokens[at[0], at[1]]
 
     def known(self, slot: int) -> np.ndarray:
         """Tokens of a slot up to its pending one, int64 on the host."""

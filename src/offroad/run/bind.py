@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offroad.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from offroad.ops import cells
 from offroad.ops.bound import LayerOps, Ops
 from offroad.ops.cells import DRAFTER, MODEL, PHASES, Cell
 from offroad.ops.plan import Plan
@@ -45,7 +46,7 @@ class Bounds:
         return {phase: self._ops(phase, MODEL, range(self.spec.own), self.weights.tensors["norm"]) for phase in PHASES}
 
     def drafter(self) -> dict[str, Ops]:
-        """The drafter's ops by phase, with the model's embedding and head."""
+        """The drafter's ops by phase, with the model's embedding and head unless it has its own."""
         assert self.weights.draft is not None, "a drafter is loaded"
         layers, norm = range(self.spec.own, len(self.spec.layers)), self.weights.draft.tensors["norm"]
         return {phase: self._ops(phase, DRAFTER, layers, norm) for phase in PHASES}
@@ -55,13 +56,23 @@ class Bounds:
         shared = self._kernels(outside, phase)
         following = [*(weights.layers[i].tensors["input_norm"] for i in layers[1:]), last_norm]
         bound = [self._layer(i, phase, shared, after) for i, after in zip(layers, following, strict=True)]
+        dtype, drafter = getattr(torch, self.plan.dtype), None
+        if outside == DRAFTER:
+            draft, loaded = spec.draft, weights.draft
+            assert draft is not None, "there is a drafter"
+            assert loaded is not None, "a drafter is loaded"
+            linears = {"head": loaded.linears["embed"]} if draft.tied else {}
+            drafter = LayerOps(shared, linears | loaded.linears, loaded.tensors, self._eps(outside))
+            if draft.whole:
+                return Ops(bound, drafter, draft.embed_scale, dtype, draft.logit_softcap)
         linears = {"embed": weights.embed, "head": weights.head} | weights.linears
         model = LayerOps(self._kernels(MODEL, phase), linears, weights.tensors, spec.norm_eps)
-        drafter = None
-        if outside == DRAFTER and weights.draft is not None:
-            drafter = LayerOps(shared, weights.draft.linears, weights.draft.tensors, spec.norm_eps)
-        dtype = getattr(torch, self.plan.dtype)
         return Ops(bound, model, spec.embed_scale, dtype, spec.logit_softcap, drafter=drafter)
+
+    def _eps(self, outside: int) -> float:
+        draft = self.spec.draft
+        own = draft.norm_eps if outside == DRAFTER and draft is not None else None
+        return self.spec.norm_eps if own is None else own
 
     def _kernels(self, layer: int, phase: str) -> dict[str, Bound]:
         return {cell.op: kernel for cell, kernel in self.kernels.items() if (cell.layer, cell.phase) == (layer, phase)}
@@ -72,7 +83,7 @@ class Bounds:
             shared | self._kernels(i, phase),
             loaded.linears,
             loaded.tensors,
-            self.spec.norm_eps,
+            self._eps(cells.outside(self.spec, i)),
             mixer=layer.mixer,
             ffn=layer.ffn,
             moe=layer.moe,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from offroad.run.transfer import Download
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
-from offroad.speculate.make import make_proposer
+from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
 from offroad.weights.load import Weights
 
@@ -48,7 +49,7 @@ class Runner:
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
-        self.proposer = make_proposer(plan, bound, Device(self.arrays, self.sampler))
+        self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
         self.download = Download(device)
         self.graphs: Graphs | None = None
@@ -58,10 +59,13 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Runs the step: table edits, restores, forward, sampling, lengths, captures."""
+        began = time.perf_counter()
         self.arrays.apply(step)
         self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
+            if self.drafting is not None:
+                self.drafting.start(start)
         ran = self.graphs.run(step) if self.graphs is not None else None
         if ran is None:
             rows = self.arrays.rows(step)
@@ -72,12 +76,11 @@ class Runner:
         result = self._finish(step, ran)
         self.results.append(result)
         turn = Turn(step, ran.rows, result.accepted, ran.states)
-        if self.proposer is not None:
-            self.proposer.follow(turn)
+        if self.drafting is not None:
+            self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.proposer is not None:
-            slots = step.slot[step.wants > 0].astype(np.int64)
-            self.proposer.propose(turn, slots, self.arrays.room(slots))
+        if self.drafting is not None:
+            self.drafting.propose(turn, began)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""

@@ -14,7 +14,7 @@ import torch
 
 from offroad.ops.bound import Ops
 from offroad.run.rows import RingView, Rows
-from offroad.speculate.proposer import Device, Turn
+from offroad.speculate.proposer import Device, Turn, chain, rows_of_slots
 
 
 class MtpModel(Protocol):
@@ -27,7 +27,7 @@ class MtpProposer:
     """`ops` are the drafter's by phase; `carry` holds hidden states by position."""
 
     def __init__(self, device: Device, model: MtpModel, ops: dict[str, Ops], carry: RingView) -> None:
-        self.arrays, self.sampler = device.arrays, device.sampler
+        self.device, self.arrays = device, device.arrays
         self.model, self.ops, self.carry = model, ops, carry
         self.last: torch.Tensor | None = None  # of every row of the step: the state that the first draft is read from
 
@@ -69,21 +69,10 @@ class MtpProposer:
         """Drafts one after the other, each from the state behind the one before. The pairs of drafts lie past the
         length, where the next step's `follow` writes over them."""
         assert self.last is not None, "a step is followed before it proposes"
-        arrays = self.arrays
-        row_of = {int(slot): row for row, slot in enumerate(turn.rows.slot)}
-        picked = np.array([row_of[int(slot)] for slot in slots], np.int64)
-        arrays.drafted[slots] = counts
-        hidden = self.last[torch.from_numpy(picked).to(self.last.device)]
-        for depth in range(1, int(counts.max(initial=0)) + 1):
-            going = np.flatnonzero(counts >= depth)
-            if len(going) < len(slots):
-                hidden = hidden[torch.from_numpy(going).to(hidden.device)]
-                slots, counts = slots[going], counts[going]
-            at = arrays.length[slots] + depth
-            drawn = self.sampler.draw(self.ops["decode"].logits(hidden), slots, at, arrays.tokens)
-            arrays.put(slots, at, drawn)
-            if depth == counts.max():
-                return
-            one = np.ones(len(slots), np.int64)
-            rows = arrays.rows_of(slots, at, one, len(slots), one, late=1)
-            hidden = self.model.forward(rows, hidden, self.ops["decode"])
+        picked = torch.from_numpy(rows_of_slots(turn, slots)).to(self.last.device)
+        chain(self.device, slots, counts, self.last[picked], self.ops["decode"].logits, self._advance)
+
+    def _advance(self, slots: np.ndarray, at: np.ndarray, hidden: torch.Tensor) -> torch.Tensor:
+        one = np.ones(len(slots), np.int64)
+        rows = self.arrays.rows_of(slots, at, one, len(slots), one, late=1)
+        return self.model.forward(rows, hidden, self.ops["decode"])

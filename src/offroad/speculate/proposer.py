@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,3 +43,34 @@ class Proposer(Protocol):
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Puts up to `counts` drafts behind the pending tokens of `slots`, int64 [n] each; counts may be 0."""
+
+
+def rows_of_slots(turn: Turn, slots: np.ndarray) -> np.ndarray:
+    """The step's rows of `slots`, int64 [n]."""
+    row_of = {int(slot): row for row, slot in enumerate(turn.rows.slot)}
+    return np.array([row_of[int(slot)] for slot in slots], np.int64)
+
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+Advance = Callable[[np.ndarray, np.ndarray, torch.Tensor], torch.Tensor]
+
+
+def chain(
+    device: Device, slots: np.ndarray, counts: np.ndarray, state: torch.Tensor, logits: Logits, advance: Advance
+) -> None:
+    """Draws `counts` drafts for `slots` one after the other, each from the state behind the one before.
+
+    `state` [n, hidden] is what `logits` scores for the position behind the pending token; `advance(slots, positions,
+    state)` runs the drafts at positions of slots and gives the states behind them.
+    """
+    arrays, sampler = device.arrays, device.sampler
+    arrays.drafted[slots] = counts
+    for depth in range(1, int(counts.max(initial=0)) + 1):
+        going = np.flatnonzero(counts >= depth)
+        if len(going) < len(slots):
+            state = state[torch.from_numpy(going).to(state.device)]
+            slots, counts = slots[going], counts[going]
+        at = arrays.length[slots] + depth
+        arrays.put(slots, at, sampler.draw(logits(state), slots, at, arrays.tokens))
+        if depth < counts.max():
+            state = advance(slots, at, state)

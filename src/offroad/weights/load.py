@@ -97,8 +97,9 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
             accepted=f"{len(expected)} tensors of a {spec.family} model",
             next=_REPAIR,
         )
+    indices = _indices(spec, draft_of(spec, headers))
     for name, shape in expected.items():
-        _check_header(name, shape, headers)
+        _check_header(name, shape, headers, index=name in indices)
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     left = [
         name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
@@ -112,18 +113,27 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
         )
 
 
+def _indices(spec: ModelSpec, draft: DraftSpec | None) -> set[str]:
+    """Tensors that hold whole numbers."""
+    return {tensor.name for tensor in (*spec.tensors, *(draft.tensors if draft else ())) if tensor.transform == "index"}
+
+
 def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Source) -> bool:
     """A bias of zeros: AutoGPTQ gives one to every linear that it quantises, whether the model has one or not."""
     module, dot, last = name.rpartition(".")
     return last == "bias" and f"{module}{dot}weight" in expected and not source.read(name).data.any()
 
 
-def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
+def _check_header(name: str, shape: tuple[int, ...], headers: Headers, index: bool) -> None:
     header = headers[name]
     if header.shape != shape:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
+    if index:
+        if header.kind not in ("i64", "i32"):
+            raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted="i64, i32", next=_REPAIR)
+        return
     blocks = header.kind.partition(".")[0] in ("gguf", *PER_BYTE) and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
         kinds = ", ".join(FLOATS) + (", block kinds of GGUF, a quantised weight" if len(shape) >= 2 else "")
@@ -240,10 +250,22 @@ class _Loader:
         _check_finite(name, bias, f"bias in {self.dtype}")
         return bias
 
+    def _index(self, name: str) -> torch.Tensor:
+        value = self.read(name).data.to(torch.int64, copy=True)
+        low, high = (int(x) for x in torch.aminmax(value))
+        if low < 0 or high >= len(value):
+            raise ModelError(
+                f"tensor {name}", found=f"{low} to {high}", accepted=f"numbers of 0 to {len(value) - 1}", next=_REPAIR
+            )
+        return value.to(self.device)
+
     def tensors(self, specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
+            if spec.transform == "index":
+                loaded[spec.target] = self._index(spec.name)
+                continue
             value = self.read(spec.name).data.to(torch.float32, copy=True)
             _check_finite(spec.name, value, "value")
             if spec.transform == "plus_one" and plus_one:

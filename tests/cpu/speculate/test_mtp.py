@@ -51,7 +51,7 @@ def test_drafts_are_those_of_the_formulas(family: str, drafted, monkeypatch):
     folder, model, made = drafted(family)
     oracle = Oracle(model, made, family)
     llm = engine(folder, tokens=3)
-    proposer = llm.engine.runner.proposer
+    proposer = llm.engine.runner.drafting.proposer
     seen: list[tuple[list[int], list[int]]] = []
     propose = type(proposer).propose
 
@@ -94,8 +94,8 @@ def test_answers_are_those_without_drafts(family: str, tokens: int, drafted):
 
 def test_preempted_sequences_answer_alike(drafted):
     folder, *_ = drafted("qwen3_5")
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    listed = [{"prompt_token_ids": [3 + (7 * i + j * j) % 280 for j in range(50)]} for i in range(5)]
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    listed = [{"prompt_token_ids": [3 + (7 * i + j * j) % 280 for j in range(50)]} for i in range(3)]
     expected = [r.outputs[0].token_ids for r in engine(folder, tokens=0).generate(listed, params)]
     memory = engine(folder, tokens=3).engine.plan.memory
     kept = 2 * memory.checkpoint_bytes
@@ -110,7 +110,7 @@ def test_a_right_drafter_saves_steps(drafted, monkeypatch):
     """The drafter tells the model's own next tokens: every step moves by all its drafts and one."""
     folder, model, _ = drafted("qwen3_5")
     llm = engine(folder, tokens=2)
-    proposer = llm.engine.runner.proposer
+    proposer = llm.engine.runner.drafting.proposer
     propose = type(proposer).propose
 
     @torch.inference_mode()
@@ -136,7 +136,7 @@ def test_a_broken_drafter_changes_no_answer(damage: str, drafted, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     expected = answers(engine(folder, tokens=0), params)
     llm = engine(folder, tokens=3)
-    norm = llm.engine.runner.proposer.ops["decode"].layers[0].following
+    norm = llm.engine.runner.drafting.proposer.ops["decode"].layers[0].following
     norm.fill_(float("nan") if damage == "nan" else 0.0)
     assert answers(llm, params) == expected
 
