@@ -153,6 +153,9 @@ def _width(kind: str, layout: str, k: int) -> float:
     if family in ITEMSIZE_OF_KIND:
         return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
     group = 32 if family == "gguf" else group_of(kind, k)
+    if layout.startswith("triton."):  # scales in 16 bits, and as many minima; of fp8 and of GGUF's kinds in 32
+        code = 0.5 if layout == "triton.w4" else 1.0
+        return code + (4 if family == "fp8" else 2 if family == "fp4" else 8 if family == "gguf" else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group
     if family == "fp4":

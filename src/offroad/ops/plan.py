@@ -83,8 +83,8 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             *([_drafts(self.drafter)] if self.drafter else []),
+            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -140,17 +140,17 @@ class Plan:
         }
 
 
+def _drafts(drafter: Speculation) -> str:
+    return (
+        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
+    )
+
+
 def _graphs(graphs: GraphPlan) -> str:
     if not graphs.rows:
         return f"none: {graphs.reason}"
     rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
     return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
-
-
-def _drafts(drafter: Speculation) -> str:
-    return (
-        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
-    )
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:

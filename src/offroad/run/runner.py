@@ -25,6 +25,7 @@ from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
+from offroad.triton_kernels.draw import fused_draw
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
@@ -46,7 +47,7 @@ class Runner:
         """`recorder` makes the plan's graphs (None: CUDA's); they are captured here."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
         self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))

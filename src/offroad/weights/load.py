@@ -217,7 +217,7 @@ class _Loader:
             _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
             packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
-        return self._placed(self._laid_out(packed, layout))
+        return self._placed(self._laid_out(self._placed(packed), layout))  # packers work where the weight will be
 
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
         if packed.layout == "dense":
