@@ -31,8 +31,8 @@ _VERIFY = int(Kind.VERIFY)
 
 @dataclass(frozen=True)
 class Forward:
-    """A step's forward pass: `states` [.., hidden] that left the model, `hidden` [scored, hidden] those of tokens whose
-    logits are needed, and from a graph fp32 logits [scored, vocab].
+    """A step's forward pass: `states` that left the model, [tokens, hidden] for a drafter that eats all and else
+    `hidden`, [scored, hidden] of tokens whose logits are needed; from a graph fp32 logits [scored, vocab] too.
 
     `answers` int64 [tokens] from a graph: the best token of each, `~token` where a value is not finite; `live`: which
     of them the step has. `stored`: the best tokens stand in `Arrays.tokens` already."""
@@ -214,11 +214,12 @@ class _Graph:
         if (width != self.width).any():
             live = np.flatnonzero(np.arange(self.width) < width[:, None])
             picked = torch.from_numpy(live).to(graphs.arrays.device, non_blocking=True)
+        hidden = graphs.hidden[picked]
         return Forward(
             rows,
             graphs.ops,
-            graphs.hidden[: self.tokens],
-            graphs.hidden[picked],
+            graphs.hidden[: self.tokens] if graphs.arrays.tapped else hidden,
+            hidden,
             graphs.logits[picked],
             graphs.answers[: self.tokens],
             live,

@@ -173,7 +173,10 @@ def load(
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
     drafter = None if found is None else loader.outside(found, lambda use: layouts(DRAFTER, use))
     scales = kv_scales.read(source, spec, device)
-    return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
+    loaded = Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what fusing and packing needed is cut into odd pieces: the caches come next
+    return loaded
 
 
 @dataclass
