@@ -21,6 +21,7 @@ from offroad.models.spec import (
     Paged,
     Plane,
     Ring,
+    SparseMlaSpec,
 )
 from offroad.quant.packed import group_of
 from offroad.weights.source import Headers
@@ -62,10 +63,13 @@ def _mixer(where: str, mixer: Mixer, ranks: int) -> Mixer:
     if isinstance(mixer, GatedDeltaSpec):
         key_heads = _divided(f"{where}linear key heads", mixer.key_heads, ranks)
         return replace(mixer, key_heads=key_heads, value_heads=mixer.value_heads // ranks)
+    heads = _divided(f"{where}heads", mixer.heads, ranks)
+    if isinstance(mixer, SparseMlaSpec):  # rows of keys and values, and what picks them, are on every rank
+        return replace(mixer, heads=heads, out_groups=_divided(f"{where}output groups", mixer.out_groups, ranks))
     kv_heads = mixer.kv_heads
     if kv_heads % ranks and ranks % kv_heads:
         _divided(f"{where}KV heads", kv_heads, ranks)
-    return replace(mixer, heads=_divided(f"{where}heads", mixer.heads, ranks), kv_heads=max(1, kv_heads // ranks))
+    return replace(mixer, heads=heads, kv_heads=max(1, kv_heads // ranks))
 
 
 def _linear(linear: LinearSpec, whole: Mixer, part: Mixer, ranks: int) -> LinearSpec:

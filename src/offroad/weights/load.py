@@ -25,6 +25,7 @@ Layouts = Callable[[int, str], str]
 Packers = dict[str, Callable[[Packed], Packed]]
 Progress = Callable[[float, str], None]
 MODEL = -1  # the layer number of what stands outside layers
+_INTEGERS = ("i64", "i32")
 _REPAIR = "check that the file is complete, and that its config is its own"
 
 
@@ -68,6 +69,11 @@ def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
     return spec.layers + (draft.layers if draft else ())
 
 
+def _tensors(spec: ModelSpec, draft: DraftSpec | None) -> list[TensorSpec]:
+    outside = [*spec.tensors, *(draft.tensors if draft else ())]
+    return [*outside, *(tensor for layer in _layers(spec, draft) for tensor in layer.tensors)]
+
+
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
     """The drafter, if the checkpoint has one."""
     there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
@@ -85,10 +91,7 @@ def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None 
             expected[f"{module}.weight"] = (rows, linear.k)
             if linear.bias:
                 expected[f"{module}.bias"] = (rows,)
-    outside = [*spec.tensors, *(draft.tensors if draft else ())]
-    for tensor in [*outside, *(tensor for layer in _layers(spec, draft) for tensor in layer.tensors)]:
-        expected[tensor.name] = tensor.shape
-    return expected
+    return expected | {tensor.name: tensor.shape for tensor in _tensors(spec, draft)}
 
 
 def verify_headers(spec: ModelSpec, source: Source) -> None:
@@ -102,8 +105,9 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
             accepted=f"{len(expected)} tensors of a {spec.family} model",
             next=_REPAIR,
         )
+    ids = {tensor.name for tensor in _tensors(spec, draft_of(spec, headers)) if tensor.transform == "ids"}
     for name, shape in expected.items():
-        _check_header(name, shape, headers)
+        _check_header(name, shape, headers, name in ids)
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     left = [
         name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
@@ -123,12 +127,16 @@ def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Sourc
     return last == "bias" and f"{module}{dot}weight" in expected and not source.read(name).data.any()
 
 
-def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
+def _check_header(name: str, shape: tuple[int, ...], headers: Headers, ids: bool) -> None:
     header = headers[name]
     if header.shape != shape:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
+    if ids:
+        if header.kind not in _INTEGERS:
+            raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted=", ".join(_INTEGERS))
+        return
     blocks = header.kind.partition(".")[0] in ("gguf", *PER_BYTE) and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
         kinds = ", ".join(FLOATS) + (", block kinds of GGUF, a quantised weight" if len(shape) >= 2 else "")
@@ -155,8 +163,8 @@ def load(
     """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
 
     `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
-    tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in
-    flight at a time.
+    tensors outside linears stay fp32, those of ids int64. `packers` make a kernel's own layout from the canonical one.
+    One linear is in flight at a time.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
@@ -235,7 +243,7 @@ class _Loader:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
-            value = self.read(spec.name).data.to(torch.float32, copy=True)
+            value = self.read(spec.name).data.to(torch.int64 if spec.transform == "ids" else torch.float32, copy=True)
             _check_finite(spec.name, value, "value")
             if spec.transform == "plus_one" and plus_one:
                 value = value + 1.0

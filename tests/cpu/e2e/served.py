@@ -19,7 +19,7 @@ CLI = [sys.executable, "-m", "offroad.cli.main"]
 
 
 def free_port() -> int:
-    """A port that nobody takes before the server does: this worker's own hundreds, below those that systems give out."""
+    """A port that nobody takes before the server does: one of this worker's own, below those that systems give out."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 20000 + 1000 * worker + random.randrange(1000)
