@@ -14,9 +14,12 @@ from math import prod
 import torch
 
 from offroad.errors import ModelError
-from offroad.models.spec import DraftSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
+from offroad.models.shard import Section, linear_sections, part_of, tensor_sections
+from offroad.models.shard import shard as shard_spec
+from offroad.models.spec import AttentionSpec, DraftSpec, LayerSpec, LinearSpec, Mixer, ModelSpec, TensorSpec
 from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, canonical, fuse, to_dense, widen
+from offroad.quant.shard import shard, take
 from offroad.weights import kv_scales
 from offroad.weights.kv_scales import Scales
 from offroad.weights.source import Headers, Source, Stored
@@ -159,24 +162,34 @@ def load(
     progress: Progress | None = None,
     *,
     draft: bool = False,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Weights:
     """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
 
     `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
     tensors outside linears stay fp32, those of ids int64. `packers` make a kernel's own layout from the canonical one.
-    One linear is in flight at a time.
-    Raises ModelError (see `verify_headers`), also for a value that is not finite.
+    One linear is in flight at a time. Of `ranks` ranks, `rank` gets its part (see models/shard.py): `spec` is the whole
+    model, `layouts` those of a plan for so many ranks.
+    Raises ModelError (see `verify_headers`), also for a value that is not finite, and PlanError for what ranks cannot
+    divide.
     """
+    assert 0 <= rank < ranks, (rank, ranks)
+    part = shard_spec(spec, ranks)
     verify_headers(spec, source)
     found = draft_of(spec, source.headers) if draft else None
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
-    embed = loader.linear(spec.embedding, layouts(MODEL, "embed"))
-    head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "linear:head"))
+    loader.rank, loader.ranks = rank, ranks
+    embed = loader.linear(replace(spec.embedding, split="rows"), layouts(MODEL, "embed"))
+    head = replace(spec.head, split="rows") if spec.head else None
+    head = embed if head is None else loader.linear(head, layouts(MODEL, "linear:head"))
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
     drafter = None if found is None else loader.draft(found)
-    scales = kv_scales.read(source, spec, device)
+    scales = loader.kv_scales(spec, kv_scales.read(source, spec, device))
+    for layer, own in zip(layers, part.layers, strict=True):
+        assert all((layer.linears[li.name].n, layer.linears[li.name].k) == (li.n, li.k) for li in own.linears)
     return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
 
 
@@ -189,6 +202,8 @@ class _Loader:
     progress: Progress
     total: int
     done: int = 0
+    rank: int = 0
+    ranks: int = 1
 
     def read(self, name: str) -> Stored:
         stored = self.source.read(name)
@@ -197,26 +212,27 @@ class _Loader:
         return stored
 
     def layer(self, spec: LayerSpec, layout: Callable[[str], str]) -> LayerWeights:
-        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
-        return LayerWeights(linears, self.tensors(spec.tensors))
+        linears = {linear.name: self.linear(linear, layout(linear.use), spec.mixer) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors, spec.mixer))
 
     def draft(self, spec: DraftSpec) -> DraftWeights:
         layers = [self.layer(layer, lambda use: "dense") for layer in spec.layers]
         outside = {linear.name: self.linear(linear, "dense") for linear in spec.linears}
         return DraftWeights(layers, LayerWeights(outside, self.tensors(spec.tensors)))
 
-    def linear(self, spec: LinearSpec, layout: str) -> Packed:
-        parts = []
-        for name in spec.tensors(self.source.headers):
+    def linear(self, spec: LinearSpec, layout: str, mixer: Mixer | None = None) -> Packed:
+        parts, names = [], spec.tensors(self.source.headers)
+        for name, rows in zip(names, self._rows(spec, mixer, len(names)), strict=True):
             part = canonical(_matrix(self.read(name)))
             for tensor in part.tensors.values():
                 _check_finite(name, tensor, "weight")
+            part = self._own(part, spec, rows)
             parts.append(to_dense(part, self.dtype) if layout == "dense" else part)
         packed = fuse(parts)
         for tensor in packed.tensors.values():
             _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
-            packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
+            packed = replace(packed, bias=self._bias(spec, mixer))
         return self._placed(self._laid_out(packed, layout))
 
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
@@ -234,12 +250,40 @@ class _Loader:
         bias, perm = (None if x is None else x.to(self.device) for x in (packed.bias, packed.perm))
         return replace(packed, tensors=tensors, bias=bias, perm=perm)
 
-    def _bias(self, name: str) -> torch.Tensor:
-        bias = self.read(name).data.to(self.dtype, copy=True)
-        _check_finite(name, bias, f"bias in {self.dtype}")
-        return bias
+    def _rows(self, spec: LinearSpec, mixer: Mixer | None, tensors: int) -> list[list[slice]]:
+        """This rank's rows of each of the tensors that a linear is stored in, if it is divided by rows."""
+        sections = linear_sections(spec, mixer, self.ranks)
+        if tensors != len(sections):  # one tensor of all experts
+            sections = (tuple(section for part in sections for section in part),)
+        return [part_of(part, self.rank, self.ranks) for part in sections]
 
-    def tensors(self, specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
+    def _own(self, part: Packed, spec: LinearSpec, rows: list[slice]) -> Packed:
+        if self.ranks == 1 or spec.split == "none":
+            return part
+        return shard(part, "columns", self.rank, self.ranks) if spec.split == "columns" else take(part, rows)
+
+    def _bias(self, spec: LinearSpec, mixer: Mixer | None) -> torch.Tensor | None:
+        """This rank's; of a linear whose outputs are summed over ranks, the first one's."""
+        biases = []
+        for (module, _), rows in zip(spec.parts, self._rows(spec, mixer, len(spec.parts)), strict=True):
+            bias = self.read(f"{module}.bias").data.to(self.dtype, copy=True)
+            _check_finite(f"{module}.bias", bias, f"bias in {self.dtype}")
+            biases += [bias[own] for own in rows] if spec.split == "rows" else [bias]
+        return torch.cat(biases) if spec.split != "columns" or self.rank == 0 else None
+
+    def kv_scales(self, spec: ModelSpec, whole: list[Scales | None]) -> list[Scales | None]:
+        """The scales of this rank's KV heads."""
+        own: list[Scales | None] = []
+        for layer, scales in zip(spec.layers, whole, strict=True):
+            if scales is not None and isinstance(mixer := layer.mixer, AttentionSpec):
+                [heads] = part_of(
+                    (Section(mixer.kv_heads, max(1, self.ranks // mixer.kv_heads)),), self.rank, self.ranks
+                )
+                scales = scales[0][heads], scales[1][heads]
+            own.append(scales)
+        return own
+
+    def tensors(self, specs: tuple[TensorSpec, ...], mixer: Mixer | None = None) -> dict[str, torch.Tensor]:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
@@ -249,6 +293,8 @@ class _Loader:
                 value = value + 1.0
             elif spec.transform == "matrix":
                 value = value.flatten(1)
+            if sections := tensor_sections(spec, mixer) if self.ranks > 1 else ():
+                value = torch.cat([value[own] for own in part_of(sections, self.rank, self.ranks)])
             loaded[spec.target] = value.to(self.device)
         return loaded
 
