@@ -31,7 +31,7 @@ test:
 	@sh scripts/setup.sh demo,test
 	@for model in $(TEST_MODELS); do .venv/bin/offroad pull $$model || exit 1; done
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	.venv/bin/python -m pytest -n auto $(ARGS)
 
 docs: setup
 	.venv/bin/python scripts/cli_docs.py

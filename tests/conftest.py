@@ -1,14 +1,44 @@
-"""Each worker of `pytest -n` gets its own cores, so that workers do not take each other's."""
+"""Tests on several cores (`pytest -n`): each worker has its own cores and whole files, the longest first."""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+
 from offroad.device.probe import usable_cores
 
 WORKERS_AT_MOST = 4  # each imports torch and transformers, 1 GB
+# Tests of real models, of which the larger one takes most: the beginnings of their ids, and what is in them.
+LONGEST = (("tests/model/test_same_tokens", "gemma3"), ("tests/model/test_hf_parity", "gemma3"), ("tests/model/", ""))
 
 
+def _order(nodeid: str) -> int:
+    found = (i for i, (start, part) in enumerate(LONGEST) if nodeid.startswith(start) and part in nodeid)
+    return next(found, len(LONGEST))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that workers end at about the same time."""
+    items.sort(key=lambda item: _order(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """Workers take whole files, as with `--dist loadfile`, since most fixtures are a module's; but the files of real
+    models, which take half of the time, a model at a time."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, order = nodeid.partition("::")[0], _order(nodeid)
+            return f"{file} {order}"
+
+    config.option.loadscopereorder = False  # that would begin with the files of many tests
+    return Files(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
     """What `-n auto` means: a worker for each core that this process may use, control group quotas included."""
     return min(WORKERS_AT_MOST, usable_cores())
