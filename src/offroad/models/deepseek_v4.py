@@ -169,7 +169,7 @@ class _Layers:
             tensors.append(TensorSpec(f"{attn}.{stem}.ape", f"{name}_ape", (mixer.rate, rows)))
             tensors.append(TensorSpec(f"{attn}.{stem}.norm.weight", f"{name}_norm", (width,)))
         if moe.hashed:
-            tensors.append(TensorSpec(f"{ffn}.gate.tid2eid", "route_ids", (vocab, moe.top_k), "ids"))
+            tensors.append(TensorSpec(f"{ffn}.gate.tid2eid", "route_ids", (vocab, moe.top_k), "index"))
         else:
             tensors.append(TensorSpec(f"{ffn}.gate.bias", "route_bias", (moe.experts,)))
         shared = FfnSpec(moe.size, "silu")
@@ -220,7 +220,9 @@ class _Layers:
         norms = tuple(TensorSpec(f"mtp.0.{name}.weight", name, (self.hidden,)) for name in ("enorm", "hnorm", "norm"))
         linears = tuple(LinearSpec(n, ((f"mtp.0.{n}", self.hidden),), self.hidden) for n in ("e_proj", "h_proj"))
         layers = (self.layer("mtp.0", mixer, moe, vocab),)
-        return DraftSpec(layers=layers, linears=linears, tensors=(*norms, *self.head("mtp.0.")), prefix="mtp.")
+        return DraftSpec(
+            "mtp", self.hidden, layers=layers, linears=linears, tensors=(*norms, *self.head("mtp.0.")), prefix="mtp."
+        )
 
 
 def _compressors(mixer: SparseMlaSpec) -> list[tuple[str, str, int]]:

@@ -20,7 +20,7 @@ from offroad.models.spec import (
     SparseMlaSpec,
     SparsePaged,
 )
-from offroad.ops.cells import MODEL, Cell, Choice
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
@@ -142,15 +142,18 @@ def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
     """
     outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
     linears = [(MODEL, linear) for linear in outside]
+    if spec.drafted and spec.draft is not None:
+        linears += [(DRAFTER, linear) for linear in spec.draft.linears]
     linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
     keys = {Cell(i, linear.use, "decode"): linear for i, linear in linears}
     return {cell: _packed_bytes(cells[cell], linear, headers, dtype) for cell, linear in keys.items()}
 
 
 def tensor_bytes(spec: ModelSpec) -> int:
-    """Bytes of the tensors outside linears, in fp32 (ids in int64)."""
+    """Bytes of the tensors outside linears: fp32, indices int64."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
-    return sum((8 if tensor.transform == "ids" else 4) * prod(tensor.shape) for tensor in tensors)
+    tensors += spec.draft.tensors if spec.drafted and spec.draft is not None else ()
+    return sum((8 if tensor.transform == "index" else 4) * prod(tensor.shape) for tensor in tensors)
 
 
 def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:

@@ -18,11 +18,11 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
-from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
-from offroad.speculate.config import Speculation, speculation
+from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
@@ -80,7 +80,7 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
+            *([_drafts(self.drafter)] if self.drafter else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -135,6 +135,12 @@ class Plan:
         }
 
 
+def _drafts(drafter: Speculation) -> str:
+    return (
+        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
+    )
+
+
 def _bound(bound: Roofline | None, sequences: int) -> str:
     if bound is None:
         return "unknown: the device's rates are not in its profile"
@@ -161,9 +167,9 @@ def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choic
 
 
 def layer_ranges(layers: list[int]) -> str:
-    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model` for what stands outside layers."""
-    if layers == [MODEL]:
-        return "model"
+    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model`, `drafter` for what stands outside layers."""
+    if layers[0] in (MODEL, DRAFTER):
+        return "drafter" if layers == [DRAFTER] else "model" if layers == [MODEL] else "model, drafter"
     parts: list[list[int]] = []
     for layer in layers:
         if parts and layer == parts[-1][1] + 1:
@@ -274,7 +280,8 @@ def plan(
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
     notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
-    spec = shard(spec, ranks)
+    drafter = chosen(speculation(settings.speculative_config), spec, headers)
+    spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     block = bytes_of.block_of(spec)
@@ -292,7 +299,6 @@ def plan(
             if all(choice.refused for choice in open_cells.values())
             else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
-    drafter = speculation(settings.speculative_config)
     k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)

@@ -29,7 +29,7 @@ class Arrays:
         self, plan: Plan, spec: ModelSpec, device: torch.device, kv_scales: list[Scales | None] | None = None
     ) -> None:
         slots, self.device = plan.memory.slots, device
-        self.k = plan.k
+        self.k, self.tapped = plan.k, plan.drafter is not None and plan.drafter.tapped
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
         # On a CPU the same memory as an array: indexing it costs less than half of what a tensor's does.
@@ -45,16 +45,17 @@ class Arrays:
         self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
         scaled = kv_scales if plan.kv_dtype == SCALED and kv_scales else [None] * len(spec.layers)
         for layer, scales in zip(spec.layers, scaled, strict=True):
-            views = {name: self._view(plan, dtypes, name, item) for name, item in layer.items}
+            window = layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
+            views = {name: self._view(plan, dtypes, name, item, window) for name, item in layer.items}
             if scales is not None and isinstance(views.get("kv"), PagedView):
                 views["kv"] = replace(views["kv"], k_scale=scales[0], v_scale=scales[1])
             self.views.append(views)
 
-    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item) -> View:
+    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item, window: int | None) -> View:
         if isinstance(item, Shared):
             source = self.views[item.layer][name]
             assert isinstance(source, PagedView)
-            return replace(source, writable=False)
+            return replace(source, writable=False, window=window)
         if isinstance(item, Ring):
             return self._ring(plan, dtypes, item)
         assert item.rate == 1
@@ -66,7 +67,7 @@ class Arrays:
             )
             for plane in item.planes
         }
-        return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window)
+        return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window, first=item.first)
 
     def _ring(self, plan: Plan, dtypes: Dtypes, item: Ring) -> RingView:
         [plane] = item.planes
@@ -122,13 +123,28 @@ class Arrays:
         """The step's rows as tensors. Where a row wants something, a chunk's last token is wanted, and all of a verify
         row's: its pending one and its drafts."""
         # Few operations: each runs cold after a forward pass, which has swept the CPU's caches.
-        slot, width, start = step.slot, step.width, self.length[step.slot]
+        slot, width = step.slot, step.width
         verify = int(np.count_nonzero(step.kind == _VERIFY))
         wanted_width = (step.wants > 0).astype(np.int32)
         if self.k:  # verify rows come first, and their width is a bound
             width = width.copy()
             width[:verify] = np.minimum(width[:verify], 1 + self.drafted[slot[:verify]])
             wanted_width[:verify] *= width[:verify]
+        rows = self.rows_of(slot, self.length[slot], width, verify, wanted_width)
+        if not self.tapped:
+            return rows
+        return replace(rows, wanted=torch.arange(rows.tokens, device=self.device), scored=rows.wanted)
+
+    def rows_of(
+        self,
+        slot: np.ndarray,
+        start: np.ndarray,
+        width: np.ndarray,
+        verify: int,
+        wanted_width: np.ndarray,
+        late: int = 0,
+    ) -> Rows:
+        """Rows of known tokens; int32 or int64 [rows] each. The angles are those of positions that lie `late` lower."""
         end = width.cumsum(dtype=np.int64)
         packed = np.empty((4, len(slot)), np.int32)
         packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
@@ -139,11 +155,11 @@ class Arrays:
             positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
         slot_t, start_t, width_t, offset_t = torch.from_numpy(packed).to(self.device).unbind()
         if self.shared is not None:
-            positions_t = torch.from_numpy(positions)
             ids = torch.from_numpy(self.shared[of_token, positions])
+            positions_t = torch.from_numpy(positions - late if late else positions)
         else:
             at = torch.from_numpy(np.stack((of_token, positions))).to(self.device)
-            ids, positions_t = self.tokens[at[0], at[1]], at[1]
+            ids, positions_t = self.tokens[at[0], at[1]], at[1] - late
         return Rows(
             ids=ids,
             positions=positions_t,
@@ -161,10 +177,21 @@ class Arrays:
             streams=positions_t.expand(3, -1) if self.streams else None,
         )
 
+    def ids(self, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Tokens at positions of slots, int64 [n] on the device."""
+        if self.shared is not None:
+            return torch.from_numpy(self.shared[slots, positions])
+        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
+        return self.tokens[at[0], at[1]]
+
     def known(self, slot: int) -> np.ndarray:
         """Tokens of a slot up to its pending one, int64 on the host."""
         upto = int(self.length[slot]) + 1
         return self.shared[slot, :upto] if self.shared is not None else self.tokens[slot, :upto].cpu().numpy()
+
+    def room(self, slots: np.ndarray) -> np.ndarray:
+        """How many drafts of each slot there is a place for, int64."""
+        return np.minimum(self.k, self.tokens.shape[1] - 1 - self.length[slots])
 
     def draft(self, slot: int, ids: np.ndarray) -> None:
         """Puts drafts behind the pending token of a slot; those beyond the longest context have no place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -9,33 +10,22 @@ import numpy as np
 import torch
 
 from offroad.models.registry import Model
-from offroad.models.spec import AttentionSpec, ModelSpec
-from offroad.ops.bound import LayerOps, Ops
-from offroad.ops.cells import MODEL, PHASES, Cell
+from offroad.models.spec import ModelSpec
+from offroad.ops.bound import Ops
+from offroad.ops.cells import Cell
 from offroad.ops.plan import Plan
-from offroad.ops.rope import rope_table
-from offroad.ops.spec import Bound, Registry
+from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
+from offroad.run.bind import Bounds
 from offroad.run.rows import Rows
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
-from offroad.speculate.ngram import propose
+from offroad.speculate.make import make_drafting
+from offroad.speculate.proposer import Device, Turn
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
-
-
-def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
-    """Compiles and binds the kernel of every cell; equal problems share one."""
-    made: dict[tuple, Bound] = {}
-    bounds = {}
-    for cell, choice in plan.cells.items():
-        key = (choice.kernel, choice.problem)
-        if key not in made:
-            made[key] = registry.kernels[choice.kernel].prepare(plan.device, choice.problem)
-        bounds[cell] = made[key]
-    return bounds
 
 
 class Runner:
@@ -53,54 +43,33 @@ class Runner:
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
-        mixers = [layer.mixer for layer in spec.layers]
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
-        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in ropes}
-        self.ops = {phase: self._bind(spec, weights, bounds, phase) for phase in PHASES}
+        bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
+        self.ops = bound.model()
+        self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
-
-    def _bind(self, spec: ModelSpec, weights: Weights, bounds: dict[Cell, Bound], phase: str) -> Ops:
-        shared = {cell.op: bound for cell, bound in bounds.items() if cell.layer == MODEL and cell.phase == phase}
-        firsts = [loaded.tensors["input_norm"] for loaded in weights.layers]
-        following = [*firsts[1:], weights.tensors["norm"]]
-        layers = []
-        for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
-            layers.append(
-                LayerOps(
-                    shared | own,
-                    loaded.linears,
-                    loaded.tensors,
-                    spec.norm_eps,
-                    mixer=layer.mixer,
-                    ffn=layer.ffn,
-                    moe=layer.moe,
-                    rope=self.rope.get(getattr(layer.mixer, "rope", None)),
-                    views=self.arrays.views[i],
-                    attention_verify=bounds.get(Cell(i, "attention", "decode")),
-                    attention_chunk=bounds.get(Cell(i, "attention", "prefill")),
-                    following=following[i],
-                )
-            )
-        outside = {"embed": weights.embed, "head": weights.head} | weights.linears
-        model = LayerOps(shared, outside, weights.tensors, spec.norm_eps)
-        return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Runs the step: table edits, restores, forward, sampling, lengths, captures."""
+        began = time.perf_counter()
         self.arrays.apply(step)
         self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
+            if self.drafting is not None:
+                self.drafting.start(start)
         rows = self.arrays.rows(step)
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
-        self.results.append(self._finish(step, rows, ops, hidden))
+        result = self._finish(step, rows, ops, hidden if rows.scored is None else hidden[rows.scored])
+        self.results.append(result)
+        turn = Turn(step, rows, result.accepted, hidden)
+        if self.drafting is not None:
+            self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.plan.drafter is not None:
-            self._propose(step)
+        if self.drafting is not None:
+            self.drafting.propose(turn, began)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
@@ -113,37 +82,32 @@ class Runner:
         tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
         tokens.fill(-1)
         bad.fill(-1)
-        moved, chosen_logprobs, drafts = rows.width, None, 0
+        moved, chosen_logprobs = rows.width, None
         if len(wanting):
             logits = ops.logits(hidden)
             slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
             of_row, place = wanting, 0
-            if (drafts := len(logits) - len(wanting)) > 0:
+            if drafts := len(logits) > len(wanting):
                 of_row, place, positions = _places(rows)
                 slots = step.slot[of_row]
             drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
             finite = self._finite(hidden, logits, drawn)
-            if drafts > 0:
+            if drafts:
                 moved = _moved(rows, drawn)
                 told = np.flatnonzero(place < moved[of_row])
                 of_row, place, slots, positions, finite = (x[told] for x in (of_row, place, slots, positions, finite))
-                drawn = drawn[torch.from_numpy(told).to(drawn.device)]
+                picked = torch.from_numpy(told).to(drawn.device)
+                drawn, logits = drawn[picked], logits[picked]
             arrays.put(slots, positions, drawn)
             tokens[of_row, place] = drawn.cpu().numpy()
             if not finite.all():
                 broken = np.unique(of_row[~finite])
                 bad[broken] = self._bad_layers(step, broken, ops)
             if (step.wants & _LOGPROBS).any():
-                chosen_logprobs = self._logprobs(step, rows, logits, tokens)
+                chosen_logprobs = _logprobs(step, of_row, place, logits, tokens)
         arrays.length[step.slot] = rows.start + moved
-        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafts)
-
-    def _propose(self, step: Step) -> None:
-        """Drafts for the rows whose pending token is known now."""
-        drafter = self.plan.drafter
-        for slot in step.slot[step.wants > 0].tolist():
-            ids = propose(self.arrays.known(slot), drafter.tokens, drafter.shortest, drafter.longest)
-            self.arrays.draft(slot, ids)
+        drafted = (rows.width - 1) * (np.arange(count) < rows.verify) if self.plan.k else None
+        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
 
     @staticmethod
     def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
@@ -154,20 +118,6 @@ class Runner:
             return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
         mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
         return np.isfinite(mark.cpu().numpy())
-
-    @staticmethod
-    def _logprobs(step: Step, rows: Rows, logits: torch.Tensor, tokens: np.ndarray) -> Logprobs:
-        """Log-probabilities of the one token of each row that asked, in the step's row numbering."""
-        asked = (step.wants & _LOGPROBS).nonzero()[0]
-        last = rows.wanted_width.cumsum()[asked] - 1
-        picked = torch.from_numpy(last).to(logits.device)
-        found = logprobs(logits[picked], torch.from_numpy(tokens[asked, 0]).to(logits.device))
-        count = len(step.slot)
-        chosen = np.zeros(count, np.float32)
-        top_ids = np.zeros((count, found.top_ids.shape[1]), np.int64)
-        top = np.zeros((count, found.top.shape[1]), np.float32)
-        chosen[asked], top_ids[asked], top[asked] = found.chosen, found.top_ids, found.top
-        return Logprobs(chosen, top_ids, top)
 
     def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
         """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
@@ -213,3 +163,19 @@ def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
         wrong = np.flatnonzero(ids[offset + 1 : offset + 1 + drafts] != drawn_ids[first[row] : first[row] + drafts])
         moved[row] = 1 + (wrong[0] if len(wrong) else drafts)
     return moved
+
+
+def _logprobs(
+    step: Step, of_row: np.ndarray, place: np.ndarray | int, logits: torch.Tensor, tokens: np.ndarray
+) -> Logprobs:
+    """Log-probabilities of the tokens of rows that asked; `of_row` and `place` say where each row of logits belongs in
+    `tokens` [rows, k + 1]."""
+    asked = np.flatnonzero(step.wants[of_row] & _LOGPROBS)
+    at = of_row[asked], np.broadcast_to(place, of_row.shape)[asked]
+    chosen = torch.from_numpy(tokens[at]).to(logits.device)
+    found = logprobs(logits[torch.from_numpy(asked).to(logits.device)], chosen)
+    best = found.top_ids.shape[1]
+    values = np.zeros(tokens.shape, np.float32)
+    top_ids, top = np.zeros((*tokens.shape, best), np.int64), np.zeros((*tokens.shape, best), np.float32)
+    values[at], top_ids[at], top[at] = found.chosen, found.top_ids, found.top
+    return Logprobs(values, top_ids, top)

@@ -56,7 +56,7 @@ def assumed_headers(spec: ModelSpec, kind: str, quant: dict[str, Any] | None) ->
         name: TensorHeader(name, shape, kind, width * prod(shape))
         for name, shape in expected_tensors(spec, fused).items()
     }
-    for tensor in (tensor for layer in spec.layers for tensor in layer.tensors if tensor.transform == "ids"):
+    for tensor in (tensor for layer in spec.layers for tensor in layer.tensors if tensor.transform == "index"):
         headers[tensor.name] = TensorHeader(tensor.name, tensor.shape, "i64", 8 * prod(tensor.shape))
     if quant is None:
         return headers

@@ -27,8 +27,7 @@ from offroad.weights.source import Headers, Source, Stored
 Layouts = Callable[[int, str], str]
 Packers = dict[str, Callable[[Packed], Packed]]
 Progress = Callable[[float, str], None]
-MODEL = -1  # the layer number of what stands outside layers
-_INTEGERS = ("i64", "i32")
+MODEL, DRAFTER = -1, -2  # the layer numbers of what stands outside layers
 _REPAIR = "check that the file is complete, and that its config is its own"
 
 
@@ -41,24 +40,16 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class DraftWeights:
-    """What a drafter loads: its layers, and what stands outside them."""
-
-    layers: list[LayerWeights]
-    outside: LayerWeights
-
-
-@dataclass(frozen=True)
 class Weights:
     """All weights. `head` is the same object as `embed` when they are tied; `linears` are the others outside layers.
-    `draft`: the drafter's layers, and what it has outside them."""
+    `layers` are the drafter's too, behind the model's own; `draft` is what it has outside them."""
 
     layers: list[LayerWeights]
     embed: Packed
     head: Packed
     tensors: dict[str, torch.Tensor]
     linears: dict[str, Packed] = field(default_factory=dict)
-    draft: DraftWeights | None = None
+    draft: LayerWeights | None = None
     kv_scales: list[Scales | None] = field(default_factory=list)
 
 
@@ -69,7 +60,7 @@ def _linears(spec: ModelSpec, draft: DraftSpec | None) -> list[LinearSpec]:
 
 
 def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
-    return spec.layers + (draft.layers if draft else ())
+    return spec.layers + (draft.layers if draft and not spec.drafted else ())
 
 
 def _tensors(spec: ModelSpec, draft: DraftSpec | None) -> list[TensorSpec]:
@@ -78,8 +69,10 @@ def _tensors(spec: ModelSpec, draft: DraftSpec | None) -> list[TensorSpec]:
 
 
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
-    """The drafter, if the checkpoint has one."""
-    there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
+    """The drafter, if it is used or the checkpoint has one."""
+    if spec.draft is None or spec.drafted:
+        return spec.draft
+    there = any(name.startswith(spec.draft.prefix) for name in headers)
     return spec.draft if there else None
 
 
@@ -108,9 +101,9 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
             accepted=f"{len(expected)} tensors of a {spec.family} model",
             next=_REPAIR,
         )
-    ids = {tensor.name for tensor in _tensors(spec, draft_of(spec, headers)) if tensor.transform == "ids"}
+    indices = _indices(spec, draft_of(spec, headers))
     for name, shape in expected.items():
-        _check_header(name, shape, headers, name in ids)
+        _check_header(name, shape, headers, index=name in indices)
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     left = [
         name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
@@ -124,21 +117,25 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
         )
 
 
+def _indices(spec: ModelSpec, draft: DraftSpec | None) -> set[str]:
+    return {tensor.name for tensor in _tensors(spec, draft) if tensor.transform == "index"}
+
+
 def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Source) -> bool:
     """A bias of zeros: AutoGPTQ gives one to every linear that it quantises, whether the model has one or not."""
     module, dot, last = name.rpartition(".")
     return last == "bias" and f"{module}{dot}weight" in expected and not source.read(name).data.any()
 
 
-def _check_header(name: str, shape: tuple[int, ...], headers: Headers, ids: bool) -> None:
+def _check_header(name: str, shape: tuple[int, ...], headers: Headers, index: bool) -> None:
     header = headers[name]
     if header.shape != shape:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
-    if ids:
-        if header.kind not in _INTEGERS:
-            raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted=", ".join(_INTEGERS))
+    if index:
+        if header.kind not in ("i64", "i32"):
+            raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted="i64, i32", next=_REPAIR)
         return
     blocks = header.kind.partition(".")[0] in ("gguf", *PER_BYTE) and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
@@ -161,23 +158,23 @@ def load(
     packers: Packers,
     progress: Progress | None = None,
     *,
-    draft: bool = False,
     rank: int = 0,
     ranks: int = 1,
 ) -> Weights:
-    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
+    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if it is among
+    the spec's layers.
 
-    `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
-    tensors outside linears stay fp32, those of ids int64. `packers` make a kernel's own layout from the canonical one.
-    One linear is in flight at a time. Of `ranks` ranks, `rank` gets its part (see models/shard.py): `spec` is the whole
-    model, `layouts` those of a plan for so many ranks.
+    `layouts` is asked for "embed", "linear:head" and others of MODEL and DRAFTER too. Dense weights and biases are in
+    `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear
+    is in flight at a time. Of `ranks` ranks, `rank` gets its part (see models/shard.py): `spec` is the whole model,
+    `layouts` those of a plan for so many ranks.
     Raises ModelError (see `verify_headers`), also for a value that is not finite, and PlanError for what ranks cannot
     divide.
     """
     assert 0 <= rank < ranks, (rank, ranks)
     part = shard_spec(spec, ranks)
     verify_headers(spec, source)
-    found = draft_of(spec, source.headers) if draft else None
+    found = spec.draft if spec.drafted else None
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
     loader.rank, loader.ranks = rank, ranks
@@ -186,7 +183,7 @@ def load(
     head = embed if head is None else loader.linear(head, layouts(MODEL, "linear:head"))
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
-    drafter = None if found is None else loader.draft(found)
+    drafter = None if found is None else loader.outside(found, lambda use: layouts(DRAFTER, use))
     scales = loader.kv_scales(spec, kv_scales.read(source, spec, device))
     for layer, own in zip(layers, part.layers, strict=True):
         assert all((layer.linears[li.name].n, layer.linears[li.name].k) == (li.n, li.k) for li in own.linears)
@@ -215,10 +212,9 @@ class _Loader:
         linears = {linear.name: self.linear(linear, layout(linear.use), spec.mixer) for linear in spec.linears}
         return LayerWeights(linears, self.tensors(spec.tensors, spec.mixer))
 
-    def draft(self, spec: DraftSpec) -> DraftWeights:
-        layers = [self.layer(layer, lambda use: "dense") for layer in spec.layers]
-        outside = {linear.name: self.linear(linear, "dense") for linear in spec.linears}
-        return DraftWeights(layers, LayerWeights(outside, self.tensors(spec.tensors)))
+    def outside(self, spec: DraftSpec, layout: Callable[[str], str]) -> LayerWeights:
+        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors))
 
     def linear(self, spec: LinearSpec, layout: str, mixer: Mixer | None = None) -> Packed:
         parts, names = [], spec.tensors(self.source.headers)
@@ -283,11 +279,23 @@ class _Loader:
             own.append(scales)
         return own
 
+    def _index(self, name: str) -> torch.Tensor:
+        value = self.read(name).data.to(torch.int64, copy=True)
+        low, high = (int(x) for x in torch.aminmax(value))
+        if low < 0 or high >= len(value):
+            raise ModelError(
+                f"tensor {name}", found=f"{low} to {high}", accepted=f"numbers of 0 to {len(value) - 1}", next=_REPAIR
+            )
+        return value.to(self.device)
+
     def tensors(self, specs: tuple[TensorSpec, ...], mixer: Mixer | None = None) -> dict[str, torch.Tensor]:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
-            value = self.read(spec.name).data.to(torch.int64 if spec.transform == "ids" else torch.float32, copy=True)
+            if spec.transform == "index":
+                loaded[spec.target] = self._index(spec.name)
+                continue
+            value = self.read(spec.name).data.to(torch.float32, copy=True)
             _check_finite(spec.name, value, "value")
             if spec.transform == "plus_one" and plus_one:
                 value = value + 1.0
