@@ -219,7 +219,7 @@ class _Loader:
     def linear(self, spec: LinearSpec, layout: str, mixer: Mixer | None = None) -> Packed:
         parts, names = [], spec.tensors(self.source.headers)
         for name, rows in zip(names, self._rows(spec, mixer, len(names)), strict=True):
-            part = canonical(_matrix(self.read(name)))
+            part = canonical(matrix(self.read(name)))
             for tensor in part.tensors.values():
                 _check_finite(name, tensor, "weight")
             part = self._own(part, spec, rows)
@@ -307,7 +307,7 @@ class _Loader:
         return loaded
 
 
-def _matrix(stored: Stored) -> Stored:
+def matrix(stored: Stored) -> Stored:
     """A tensor [experts, n, k] as the matrix [experts * n, k]; others as they are."""
     header = stored.header
     if len(header.shape) == 2 or stored.packed is not None:
