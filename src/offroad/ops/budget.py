@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
-from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
+from offroad.models.spec import (
+    AttentionSpec,
+    HyperLayerSpec,
+    Item,
+    LinearSpec,
+    ModelSpec,
+    Paged,
+    Plane,
+    Ring,
+    ScalePlane,
+    SparseMlaSpec,
+    SparsePaged,
+)
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
@@ -69,7 +81,15 @@ class Memory:
 
 def row_bytes(item: Item, dtypes: Dtypes) -> int:
     """Bytes of one row of an item: all planes."""
-    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in getattr(item, "planes", ()))
+    planes = [p for p in getattr(item, "planes", ()) if not isinstance(p, ScalePlane) or ITEMSIZE[dtypes.kv] == 1]
+    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in planes)
+
+
+def block_of(spec: ModelSpec) -> int:
+    """Tokens in a block: the smallest multiple of 64 at which every item has whole rows, and pages as long as their
+    kernels want them."""
+    pages = [item for layer in spec.layers for _, item in layer.items if isinstance(item, Paged)]
+    return lcm(64, *(item.rate * (item.page if isinstance(item, SparsePaged) else 1) for item in pages))
 
 
 def _paged(spec: ModelSpec, window: bool) -> list[Paged]:
@@ -86,8 +106,8 @@ def _rings(spec: ModelSpec) -> list[Ring]:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtypes: Dtypes) -> int:
-    """Bytes that grow with each token: history rows."""
-    return sum(row_bytes(i, dtypes) // i.rate for i in _paged(spec, window=False))
+    """Bytes that grow with each token, rounded down: history rows."""
+    return int(sum(row_bytes(i, dtypes) / i.rate for i in _paged(spec, window=False)))
 
 
 def window_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
@@ -177,13 +197,14 @@ def _workspace(spec: ModelSpec, settings: Settings) -> int:
     widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
     widths += [linear.n for linear in spec.linears if linear.op == "linear"]
     widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
-    wide = 4 * spec.hidden + 2 * max(widths)
+    streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
+    wide = (3 + streams) * spec.hidden + 2 * max(widths)
     return 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
 
 
 def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:
     """Known tokens (int64) and two block tables (int32) a slot, and angles of each rope (fp32)."""
-    ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)}
+    ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec | SparseMlaSpec)}
     return slots * length * 8 + 2 * slots * 4 * (length // block + 2) + sum(4 * rope.dim * length for rope in ropes)
 
 
