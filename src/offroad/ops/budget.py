@@ -28,6 +28,7 @@ from offroad.weights.source import Headers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
+_KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -217,6 +218,15 @@ def _checkpoints(spec: ModelSpec, settings: Settings, each: int, room: int) -> i
     return max(0, min(4 * settings.max_num_seqs, room // 8 // each))
 
 
+def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int) -> int:
+    """ceil((W - 1 + 2 (k + 1)) / B) + 1 blocks for each sequence, and as many again if `spare` are not fewer: windows of
+    marks, for later prefix hits. At least what the chunks of one step need, whose old windows stay until commit."""
+    each = -(-(keep + 2 * (k + 1)) // block) + 1
+    twice = settings.max_num_seqs * each
+    chunks = -(-settings.max_num_batched_tokens // block) + settings.max_num_seqs
+    return twice + min(twice, max(chunks, spare)) + 1
+
+
 def divide(
     spec: ModelSpec,
     device: DeviceProfile,
@@ -239,9 +249,7 @@ def divide(
     slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)
     keep = window_keep(spec)
     wanted = settings.max_model_len or spec.max_len
-    # ceil((W - 1 + 2 (k + 1)) / B) + 1 for each sequence, twice: in prefill the old window stays until commit, and
-    # what is not in use keeps the windows of marks for later prefix hits.
-    window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
+    window_blocks = _window_blocks(settings, keep, k, block, budget // (_KEPT_WINDOWS * max(window, 1))) if keep else 0
     tables = _table_bytes(spec, wanted + k + 1, slots, block)
     fixed = weights + graphs + workspace + tables + slots * slot + window_blocks * window
     room = budget - fixed
