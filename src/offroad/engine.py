@@ -22,7 +22,9 @@ from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
 from offroad.run.bind import prepare
+from offroad.run.guides import Guides
 from offroad.run.runner import Runner
+from offroad.sample.grammar import Grammars
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
@@ -112,6 +114,8 @@ class Engine:
             lambda done, note: report("load", done, note),
         )
         self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
+        self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
+        self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -173,7 +177,14 @@ class Engine:
                 "prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}"
             )
         request.params.check_vocab(vocab)
+        self.prepare(request)
         self.scheduler.validate(request)
+
+    def prepare(self, request: Request) -> None:
+        """Does what takes long before a request can be submitted, and may be called from any thread: compiles its
+        grammar. Raises RequestError if that is not one."""
+        if request.guide is not None and request.guide.grammar is not None:
+            self.grammars.compile(request.guide.grammar, request.guide.param)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can never run, QueueFull if too many wait."""

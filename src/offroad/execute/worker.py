@@ -40,7 +40,10 @@ from offroad.execute.messages import (
     pack,
     read_command,
 )
+from offroad.execute.prepare import Prepared, Preparing
 
+# What the loop takes: what the server asks for, and requests that are prepared.
+Work = Command | Prepared
 CALLS = ("check", "reset_prefix_cache")
 Factory = Callable[..., Any]
 
@@ -49,7 +52,7 @@ class Pipe:
     """A socket with a queue at each end: `commands` to take, `send` that never blocks."""
 
     def __init__(self, sock: socket.socket, parent_gone: Callable[[], None]) -> None:
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._reports: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sock, self._parent_gone = sock, parent_gone
         threading.Thread(target=self._read, name="offroad-commands", daemon=True).start()
@@ -131,27 +134,33 @@ def _fail(pipe: Pipe, error: Exception, doing: str) -> int:
 
 def _loop(engine: Any, pipe: Pipe) -> None:
     """Takes every command that has come, then runs a step; sleeps when there is neither."""
+    preparing = Preparing(engine.prepare, pipe.commands.put, pipe.send)
     while True:
-        commands: list[Command] = [] if engine.has_work() else [pipe.commands.get()]
+        commands: list[Work] = [] if engine.has_work() else [pipe.commands.get()]
         while not pipe.commands.empty():
             commands.append(pipe.commands.get())
         for command in commands:
             if isinstance(command, Close):
                 return
-            _handle(engine, command, pipe)
+            _handle(engine, command, pipe, preparing)
         # A step also after commands alone: it brings the events of what they have aborted.
         events = engine.step()
         pipe.send(Events(events, engine.stats()))
 
 
-def _handle(engine: Any, command: Command, pipe: Pipe) -> None:
+def _handle(engine: Any, command: Work, pipe: Pipe, preparing: Preparing) -> None:
     match command:
-        case Submit(request):
+        case Submit(request) if request.guide is not None and request.guide.grammar is not None:
+            preparing.begin(request)
+        case Submit(request) | Prepared(request):
+            if isinstance(command, Prepared) and not preparing.drop(request.id):
+                return  # aborted, or refused because it took too long
             try:
                 engine.submit(request)
             except OffroadError as error:
                 pipe.send(Rejected(request.id, Failure.of(error, "submitting")))
         case Abort(request_id):
+            preparing.drop(request_id)
             engine.abort(request_id)
         case Call(number, name):
             assert name in CALLS, name

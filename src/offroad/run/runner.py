@@ -18,9 +18,11 @@ from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
 from offroad.run.bind import Bounds
 from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
+from offroad.run.guides import Guides
 from offroad.run.rows import Rows
 from offroad.run.transfer import Download
 from offroad.sample.logprobs import logprobs
+from offroad.sample.masks import Masks
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
@@ -50,6 +52,7 @@ class Runner:
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
+        self.guides: Guides | None = None  # until the engine brings what compiles grammars
         self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
         self.download = Download(device)
@@ -65,6 +68,8 @@ class Runner:
         self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
+            if self.guides is not None:
+                self.guides.start(start)
             if self.drafting is not None:
                 self.drafting.start(start)
         ran = self.graphs.run(step) if self.graphs is not None else None
@@ -102,14 +107,20 @@ class Runner:
             if drafts := len(logits) > len(wanting):
                 of_row, place, positions = _places(rows)
                 slots = step.slot[of_row]
-            drawn, ids, finite = self._drawn(ran, logits, slots, positions)
+            masks = None
+            if self.guides:
+                before = rows.ids.cpu().numpy()[rows.offset[of_row] + place] if drafts else None
+                masks = self.guides.masks(slots, place, before)
+            drawn, ids, finite = self._drawn(ran, logits, slots, positions, masks)
             if drafts:
                 moved = _moved(rows, ids)
                 told = np.flatnonzero(place < moved[of_row])
                 of_row, place, slots, positions = (x[told] for x in (of_row, place, slots, positions))
                 drawn, ids, finite = None, ids[told], finite[told]
                 logits = logits[torch.from_numpy(told).to(logits.device)]
-            if not (ran.stored and drawn is None):
+            if self.guides:
+                self.guides.told(slots, ids)
+            if not (ran.stored and drawn is None and masks is None):
                 arrays.put(slots, positions, ids if drawn is None else drawn)
             tokens[of_row, place] = ids
             if not finite.all():
@@ -122,7 +133,7 @@ class Runner:
         return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
 
     def _drawn(
-        self, ran: Forward, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
+        self, ran: Forward, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, masks: Masks | None
     ) -> tuple[torch.Tensor | None, np.ndarray, np.ndarray]:
         """(drawn tokens on the device, the same on the host, which rows are finite); None: a graph has drawn them.
 
@@ -130,10 +141,10 @@ class Runner:
         the device here, and in no other place of a step without drafts.
         """
         drawn = None
-        if ran.answers is not None and self.sampler.plain(slots, positions):
+        if ran.answers is not None and masks is None and self.sampler.plain(slots, positions):
             answers = self.download(ran.answers)[ran.live]
         else:
-            drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens)
+            drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens, masks)
             hidden = ran.hidden.float()
             if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
                 ids = drawn.numpy()

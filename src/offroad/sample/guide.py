@@ -31,9 +31,11 @@ class Thinking(msgspec.Struct, frozen=True):
 
 class Guide(msgspec.Struct, frozen=True):
     """Limits of what a sequence may say. `escapes`: tokens with which an answer may begin instead of what the grammar
-    wants (a call of a tool); it is free from there on. `param`: the request's field, for errors."""
+    wants (a call of a tool); it is free from there on. `blanks`: tokens of line breaks, one of which may stand between
+    thoughts and answer, as models put it. `param`: the request's field, for errors."""
 
     grammar: Grammar | None = None
     thinking: Thinking | None = None
     escapes: tuple[int, ...] = ()
+    blanks: tuple[int, ...] = ()
     param: str = "structured_outputs"

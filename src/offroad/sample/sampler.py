@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offroad.sample.adjust import Adjustment
 from offroad.sample.choose import Filters, choose_compact, choose_dense
+from offroad.sample.masks import Masks
 from offroad.schedule.step import Start
 
 # Elements of logits that are filtered at once on an accelerator: bounds the memory of sorting and noise to ~100 MB.
@@ -64,14 +65,24 @@ class Sampler:
         """Whether every row draws the largest logit as it is."""
         return bool((positions >= self._plain_from[slots]).all())
 
-    def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
+    def draw(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        tokens: Tensor,
+        masks: Masks | None = None,
+    ) -> Tensor:
         """Token ids int64 `[rows]` for logits `[rows, vocab]` of any float type, which are left as they are.
 
         `slots`, `positions` `[rows]`: whose row it is, and the index in its sequence of the token to be drawn; a slot
         may occur several times, with its drafts. `tokens` int64 `[slots, max_len]`: known tokens by slot, those before
-        the position are read. A row with NaN gives some valid id: the caller looks for such rows.
+        the position are read. `masks`: what some rows may draw, last of all adjustments. A row with NaN
+        gives some valid id: the caller looks for such rows.
         """
         plain = positions >= self._plain_from[slots]
+        if masks is not None:
+            plain[masks.rows] = False
         if plain.all():
             return self._best(logits)
         adjusted = positions < self._adjusted_until[slots]
@@ -87,6 +98,8 @@ class Sampler:
             for i in np.flatnonzero(adjusted[chunk]):
                 slot = slots[chunk[i]]
                 self._adjustments[slot].apply(rows[i], tokens[slot, : positions[chunk[i]]])
+            if masks is not None:
+                masks.apply(rows, chunk)
             out[index] = self._choose(rows, slots[chunk], positions[chunk])
         return out
 

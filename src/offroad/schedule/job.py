@@ -75,7 +75,14 @@ class Job(Sequence):
         tokens = np.array(self.tokens, np.int64)
         request = self.request
         return Start(
-            self.slot, tokens, self.committed, self.prompt_len, request.params, self.seed, eos_ids=request.eos_ids
+            self.slot,
+            tokens,
+            self.committed,
+            self.prompt_len,
+            request.params,
+            self.seed,
+            eos_ids=request.eos_ids,
+            guide=request.guide,
         )
 
     def accept(self, known: int, sampled: list[int]) -> tuple[list[int], str | None, int | None]:

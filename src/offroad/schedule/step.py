@@ -7,6 +7,7 @@ from enum import IntEnum, IntFlag
 
 import numpy as np
 
+from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 
 
@@ -38,6 +39,7 @@ class Start:
 
     `prompt_len` is the length of the request's own prompt: after a preemption `tokens` also holds generated ones, and
     penalties of presence and frequency count only those. `eos_ids` are the request's: `min_tokens` masks them.
+    `guide` limits what may be drawn.
     """
 
     slot: int
@@ -47,6 +49,7 @@ class Start:
     params: SamplingParams
     seed: int
     eos_ids: tuple[int, ...] = ()
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,9 @@ def _guide(text: TextLayer, body: ChatRequest, reading: Reading) -> Guide | None
         return None
     _check_minimum(body, grammar, param)
     name = param if grammar is not None else "thinking_token_budget"
-    return Guide(grammar, _thoughts(text, body, reading, budget, name), escapes, param)
+    thinking = _thoughts(text, body, reading, budget, name)
+    blanks = () if thinking is None else tuple(id for breaks in ("\n", "\n\n") for id in _token(text, breaks))
+    return Guide(grammar, thinking, escapes, blanks, param)
 
 
 def plain_guide(body: CompletionRequest) -> Guide | None:
@@ -174,6 +176,12 @@ def _thoughts(text: TextLayer, body: ChatRequest, reading: Reading, budget: int 
     return Thinking(end_id, None if reading.opened else start_id, reading.opened, budget)
 
 
+def _token(text: TextLayer, piece: str) -> list[int]:
+    """The token that a piece of text is, if it is one."""
+    ids = text.prompt(piece, False).ids
+    return ids if len(ids) == 1 else []
+
+
 def _escapes(text: TextLayer, reading: Reading, param: str) -> tuple[int, ...]:
     """The tokens that begin a call, with which an answer may begin in place of what a grammar wants."""
     first = TOOL_PARSERS[reading.calls].tags[:1] if reading.calls else ()
@@ -198,9 +206,11 @@ def _calls_grammar(tools: list[Tool], choice: ToolChoice, several: bool) -> Gram
     entries = []
     for name, schema in schemas.items():
         own = dict(schema)
-        for word in ("$defs", "definitions"):
-            if isinstance(own.get(word), dict):
-                defs.setdefault(word, {}).update(own.pop(word))
+        for word in ("$defs", "definitions"):  # references are from the root, so there they must be
+            for part, meaning in (own.pop(word, None) or {}).items():
+                if defs.setdefault(word, {}).setdefault(part, meaning) != meaning:
+                    found = f"two meanings of #/{word}/{part}"
+                    raise RequestError("tools", param="tools", found=found, accepted="definitions that agree")
         entries.append(
             {
                 "type": "object",

@@ -60,6 +60,12 @@ class FakeEngine:
         self.steps = self.generated = self.prompted = 0
         self.closed = False
 
+    def prepare(self, request: Request) -> None:
+        if "slow" in request.guide.grammar.text:
+            time.sleep(0.5)
+        if "wrong" in request.guide.grammar.text:
+            raise RequestError("grammar", param=request.guide.param, found="wrong", accepted="right")
+
     def submit(self, request: Request) -> None:
         text = bytes(t for t in request.prompt_ids if t < 256).decode(errors="replace")
         if "!full" in text:

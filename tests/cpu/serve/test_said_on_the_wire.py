@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from conftest import Stack, Wire
 from fake_engine import Scripted
 
+from conftest import Stack, Wire
 from offroad.text.answer import Notation
 from offroad.text.reasoning import CHANNEL, THINK
 

@@ -1,0 +1,123 @@
+"""Grammars over a vocabulary by xgrammar, which is optional: compiled once, then matched by each sequence apart."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from offroad.errors import RequestError
+from offroad.sample.guide import MAX_CHARS, Grammar
+from offroad.sample.guided import Matcher
+from offroad.weights.source import TokenizerFiles
+
+_KEPT = 64  # compiled grammars
+_BLANKS = 40  # the most between two parts of JSON: a model may else say nothing but blanks for ever
+
+
+class Grammars:
+    """Compiled grammars over the `vocab` tokens of a model, the latest ones kept. Made at once; the vocabulary is read
+    when the first grammar comes. May be called from several threads."""
+
+    def __init__(self, files: TokenizerFiles, vocab: int) -> None:
+        self._files, self._vocab = files, vocab
+        self._lock = threading.Lock()
+        self._compiler: Any = None
+        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def compile(self, grammar: Grammar, param: str = "structured_outputs") -> Any:
+        """The compiled grammar. Raises RequestError (`param`): xgrammar is missing, or the grammar is not one."""
+        with self._lock:
+            if (known := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return known
+        if len(grammar.text) > MAX_CHARS:
+            accepted = f"at most {MAX_CHARS}"
+            raise RequestError(param, param=param, found=f"{len(grammar.text)} characters", accepted=accepted)
+        compiler = self._ready(param)
+        try:
+            made = _compile(compiler, grammar)
+        except Exception as error:  # the library raises bare RuntimeError for what it cannot read
+            found = str(error).strip().split(": ", 1)[-1][:300]
+            accepted = f"a {grammar.kind} that can be followed"
+            raise RequestError(
+                f"{param} cannot be used", param=param, code="invalid_grammar", found=found, accepted=accepted
+            ) from error
+        with self._lock:
+            self._compiled[grammar] = made
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the beginning of a grammar."""
+        import xgrammar
+
+        return XMatcher(xgrammar.GrammarMatcher(self.compile(grammar)))
+
+    def _ready(self, param: str) -> Any:
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = _compiler(self._files, self._vocab, param)
+            return self._compiler
+
+
+class XMatcher:
+    """xgrammar's matcher. Behind the end of the language everything is allowed: the sequence has ended."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._beyond = 0  # tokens taken behind the end
+
+    def fill(self, mask: np.ndarray) -> None:
+        if self._matcher.is_terminated():
+            mask[:] = -1
+        elif not self._matcher.fill_next_token_bitmask(mask[None]):
+            mask[:] = -1  # it says that nothing is excluded, and leaves the mask
+
+    def accept(self, token: int) -> bool:
+        if self._matcher.is_terminated():
+            self._beyond += 1
+            return True
+        return self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        behind = min(count, self._beyond)
+        self._beyond -= behind
+        if count > behind:
+            self._matcher.rollback(count - behind)
+
+
+def _compiler(files: TokenizerFiles, vocab: int, param: str) -> Any:
+    """A compiler over a model's vocabulary, by the bytes of each token. Special tokens are in no language, but the
+    model's ends are what ends one."""
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise RequestError(
+            f"{param} needs xgrammar",
+            param=param,
+            code="unsupported_field",
+            found="a server without it",
+            next="install offroad[grammar]",
+        ) from error
+    from offroad.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(files)
+    known = min(vocab, tokenizer.vocab_size)
+    table = [b"" if id in tokenizer.special_ids else tokenizer.token_bytes(id) for id in range(known)]
+    ends = [id for id in tokenizer.eos_ids if id < vocab]
+    info = xgrammar.TokenizerInfo(table, xgrammar.VocabType.RAW, vocab_size=vocab, stop_token_ids=ends)
+    return xgrammar.GrammarCompiler(info, max_threads=1)
+
+
+def _compile(compiler: Any, grammar: Grammar) -> Any:
+    if grammar.kind == "json_schema":
+        return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=_BLANKS)
+    if grammar.kind == "json_object":
+        return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_BLANKS)
+    if grammar.kind == "regex":
+        return compiler.compile_regex(grammar.text)
+    return compiler.compile_grammar(grammar.text)
