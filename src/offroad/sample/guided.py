@@ -52,7 +52,7 @@ class Guided:
             return False
         if self._phase == _Phase.THINKING:
             assert thinking is not None
-            if thinking.budget is not None and self._thought >= thinking.budget:
+            if self._spent():
                 _allow(mask, thinking.end_id)
                 return True
             if matcher is None:
@@ -80,7 +80,7 @@ class Guided:
             assert thinking is not None
             if token == thinking.end_id:
                 self._phase = answer
-            elif thinking.budget is not None and thought >= thinking.budget:
+            elif self._spent() or (self._matcher is not None and token in self._stops):
                 return False
             self._thought += 1
         elif phase == _Phase.FIRST and thinking is not None and token == thinking.start_id:
@@ -98,6 +98,10 @@ class Guided:
             self._phase = _Phase.FREE
         self._past.append((phase, thought, took))
         return True
+
+    def _spent(self) -> bool:
+        thinking = self._guide.thinking
+        return thinking is not None and thinking.budget is not None and self._thought >= thinking.budget
 
     def rollback(self, count: int) -> None:
         """Forgets the last `count` tokens."""

@@ -29,7 +29,12 @@ class Masks:
             for row, may in zip(here.tolist(), allowed, strict=True):
                 logits.numpy()[row][~may] = -np.inf
             return
-        packed, index = torch.from_numpy(bits).to(logits.device), torch.from_numpy(here).to(logits.device)
-        shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-        allowed = ((packed[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab].bool()
+        index = torch.from_numpy(here).to(logits.device)
+        allowed = unpacked(torch.from_numpy(bits).to(logits.device), vocab)
         logits[index] = logits[index].masked_fill(~allowed, -torch.inf)
+
+
+def unpacked(bits: Tensor, vocab: int) -> Tensor:
+    """bool `[n, vocab]` of int32 `[n, words]`."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab].bool()
