@@ -99,7 +99,7 @@ def test_the_same_whatever_happens_around_it(family: str, temperature: float, ti
     stats = drafting.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
     for engine in (plain, drafting, batched):
-    engine.check()
+        engine.check()
 
 
 def test_answers_are_in_their_language(tiny):
