@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 from fake_engine import Scripted
+from serve_stack import Stack, Wire
 
-from conftest import Stack, Wire
 from offroad.text.answer import Notation
 from offroad.text.reasoning import CHANNEL, THINK
 
