@@ -151,7 +151,8 @@ def test_bad_requests_are_refused_and_the_server_goes_on(tiny):
         refused(
             "/v1/chat/completions", 400, "tools", chat | {"tools": [{"type": "function", "function": {"name": "f"}}]}
         )
-        refused("/v1/chat/completions", 400, "response_format", chat | {"response_format": {"type": "json_object"}})
+        refused("/v1/chat/completions", 400, "response_format.type", chat | {"response_format": {"type": "xml"}})
+        refused("/v1/completions", 400, "structured_outputs", good | {"structured_outputs": {"regex": "(a"}})
         refused("/v1/completions", 404, "model", good | {"model": "other"})
         assert client.post("/v1/completions", json=good).json()["choices"][0]["text"] == first
         metrics = client.get("/metrics").text
