@@ -150,7 +150,7 @@ class Arrays:
         packed = np.empty((4, len(slot)), np.int32)
         packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
         if end[-1] == len(width):  # every row has one token
-            of_token, positions = slot, start
+            of_token, positions = slot, start.astype(np.int64, copy=False)
         else:
             of_token = np.repeat(slot, width)
             positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
