@@ -48,7 +48,8 @@ def without(folder: Path, to: Path, name: str) -> Path:
 def engine(folder: Path, method: str = "", drafter: Path | None = None, tokens: int = 3, **settings) -> LLM:
     """The model of a folder with a drafter, or without."""
     chosen = {"method": method, "model": str(drafter), "num_speculative_tokens": tokens}
-    values = dict(device="cpu", dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, max_model_len=256)
+    values = dict(device="cpu", dtype="float32", threads=1, max_num_seqs=4, max_num_batched_tokens=48)
+    values["max_model_len"] = 256
     return LLM(str(folder), speculative_config=json.dumps(chosen) if method else "", **values | settings)
 
 

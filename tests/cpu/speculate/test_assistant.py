@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -79,6 +80,27 @@ def test_drafts_are_those_of_transformers(family, ordered, tiny, assistant, monk
             assert (found - logits[depth])[scored].abs().max() < 1e-4, (len(known), depth)
 
 
+def test_a_window_of_a_whole_block(tiny, assistant, tmp_path, monkeypatch):
+    """The key before the window lies in a block that the model's own queries need no more."""
+    from transformers import AutoModelForCausalLM, Gemma4AssistantForCausalLM
+
+    folder, drafter = tiny("gemma4")[0], assistant("gemma4")[0]
+    text = json.loads((drafter / "config.json").read_text())["text_config"]
+    folder = edited(folder, tmp_path / "model", sliding_window=64)
+    drafter = edited(drafter, tmp_path / "drafter", text_config=text | {"sliding_window": 64})
+    target = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    module = Gemma4AssistantForCausalLM.from_pretrained(drafter)
+    llm = engine(folder, "gemma4_assistant", drafter, 2, max_num_batched_tokens=256, enable_prefix_caching=False)
+    spoil(llm)
+    seen, scores = watched(monkeypatch)
+    answers(llm, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), prompts((128,)))
+    assert [len(known) for known, _ in seen] == [129, 130, 131]
+    for i, (known, drafts) in enumerate(seen):
+        expected, logits = oracle(target, module, known, 2)
+        assert drafts == expected
+        assert (scores[2 * i][0] - logits[0]).abs().max() < 1e-4
+
+
 def test_the_first_round_is_that_of_generate(tiny, assistant, monkeypatch):
     target, (folder, module) = tiny("gemma4"), assistant("gemma4", True)
     [ids] = prompts((40,))
@@ -154,7 +176,7 @@ def test_preempted_sequences_answer_alike(tiny, assistant, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_e"])
 def test_the_models_rows_are_the_same_bytes_with_and_without_it(family, tiny, assistant, monkeypatch):
-    """Drafts are made and then dropped, so that the model runs the same steps; no byte of any page changes meanwhile."""
+    """Drafts are made and dropped, so that the model runs the same steps; no byte of any page changes meanwhile."""
     propose = AssistantProposer.propose
 
     def dropped(self, turn, slots, counts):
