@@ -126,6 +126,24 @@ def test_what_is_stored_is_as_in_a_clean_run(family, tiny, alike, monkeypatch):
             assert (rows - expected[item]).abs().max() < 1e-4, (len(known), item)
 
 
+def test_a_checkpoint_of_a_boundary_that_accepted_drafts_have_passed(tiny, monkeypatch):
+    """The step that begins at 63 ends at 68, and the drafter has run its pending token too when the state behind 63 is
+    copied: its rings hold one row more than the model's."""
+    folder = tiny("qwen3_5")[0]
+    clean, llm = Clean(folder), engine(folder, "draft_model", folder, 4)
+    spoil(llm)
+    seen = watched(monkeypatch, llm)
+    [ids], [answer] = prompts((63,)), answers(llm, GREEDY, prompts((63,)))
+    assert [len(known) for known, _, _ in seen[:2]] == [64, 69]
+    seen.clear()
+    answers(llm, GREEDY, [ids + answer[:6]])
+    assert llm.engine.stats().prefix_resumed_tokens == 64
+    known, _, held = seen[0]
+    expected = clean.rows(known[:-1])
+    assert held.keys() == expected.keys()
+    assert all((held[item] - expected[item]).abs().max() < 1e-4 for item in held)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_drafts_are_what_the_drafter_alone_would_say(family, tiny, alike, monkeypatch):
     alone = engine(alike(family), enable_prefix_caching=False)
