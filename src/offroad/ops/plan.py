@@ -18,15 +18,15 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
+from offroad.ops.capture import GraphPlan, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
-from offroad.speculate.config import Speculation, drafting, speculation
+from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
-BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Plan:
     drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
+    graphs: GraphPlan = GraphPlan()
 
     def layout(self, layer: int, use: str) -> str:
         """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
@@ -81,7 +82,8 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
+            *([_drafts(self.drafter)] if self.drafter else []),
+            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -132,8 +134,22 @@ class Plan:
             "device": self.device.name,
             "memory": memory,
             "bound_tokens_per_second": bound,
+            "graphs": asdict(self.graphs),
             "cells": cells_json(self.cells),
         }
+
+
+def _drafts(drafter: Speculation) -> str:
+    return (
+        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
+    )
+
+
+def _graphs(graphs: GraphPlan) -> str:
+    if not graphs.rows:
+        return f"none: {graphs.reason}"
+    rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
+    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -275,12 +291,13 @@ def plan(
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
     notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
-    drafter = speculation(settings.speculative_config)
+    drafter = chosen(speculation(settings.speculative_config), spec, headers)
     spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
+    block = bytes_of.block_of(spec)
     cells: dict[Cell, Choice] = {}
-    for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
+    for group in groups(spec, headers, dtype, kv_dtype, block):
         cells |= resolver.resolve(group)
     for group in list(block_groups(spec, dtype, cells)):
         cells |= resolver.resolve(group)
@@ -289,20 +306,23 @@ def plan(
             f"no kernel for {len(open_cells)} cells on {device.name}",
             found="\n" + "\n".join(explain_cells(open_cells)),
             accepted="a kernel for every layer, op and phase",
-            next="--allow-reference runs them slowly; or choose another dtype or device",
+            next="--allow-reference runs them slowly; or choose another dtype or device"
+            if all(choice.refused for choice in open_cells.values())
+            else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
     k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        block=BLOCK,
+        block=block,
         k=k,
         chunk=min(settings.max_num_batched_tokens, divided.max_len),
         depth=1,
@@ -315,6 +335,7 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
+        graphs=graphs,
         memory=divided.memory,
         drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *divided.notes),

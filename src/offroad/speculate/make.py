@@ -9,7 +9,9 @@ from offroad.ops.plan import Plan
 from offroad.run.bind import Bounds
 from offroad.run.rows import RingView
 from offroad.speculate.assistant import AssistantProposer
+from offroad.speculate.auto import Auto
 from offroad.speculate.draft_model import DraftModelProposer
+from offroad.speculate.drafting import Drafting
 from offroad.speculate.mtp import MtpProposer
 from offroad.speculate.ngram import NgramProposer
 from offroad.speculate.proposer import Device, Proposer
@@ -30,3 +32,12 @@ def make_proposer(plan: Plan, bounds: Bounds, device: Device) -> Proposer | None
     carry = bounds.views[-1]["carry"]
     assert isinstance(carry, RingView)
     return MtpProposer(device, Qwen3_5Mtp(), ops, carry)
+
+
+def make_drafting(plan: Plan, bounds: Bounds, device: Device) -> Drafting | None:
+    """The plan's drafter with the choice of its drafts; None: there is none."""
+    proposer = make_proposer(plan, bounds, device)
+    if proposer is None or plan.drafter is None:
+        return None
+    auto = Auto(plan.k, plan.memory.slots) if plan.drafter.auto else None
+    return Drafting(proposer, device.arrays, auto)
