@@ -217,7 +217,7 @@ def test_the_models_rows_are_the_same_bytes_with_and_without_it(family, tiny, as
 def test_an_assistant_that_makes_nan_ends_no_request(tiny, assistant):
     for ordered in (False, True):
         llm = engine(tiny("gemma4")[0], "gemma4_assistant", assistant("gemma4", ordered)[0])
-        llm.engine.runner.proposer.ops.layers[0].tensors["input_norm"].fill_(torch.nan)
+        llm.engine.runner.drafting.proposer.ops.layers[0].tensors["input_norm"].fill_(torch.nan)
         assert answers(llm, WARM) == answers(engine(tiny("gemma4")[0]), WARM)
         assert llm.engine.stats().draft_tokens > 0
 

@@ -187,9 +187,9 @@ def test_drafts_stay_within_the_drafters_context(tiny, alike, tmp_path):
 
 def test_a_drafter_that_makes_nan_ends_no_request(tiny, alike, plain):
     llm = engine(tiny("llama")[0], "draft_model", alike("llama"))
-    llm.engine.runner.proposer.ops["decode"].layers[0].tensors["input_norm"].fill_(torch.nan)
+    llm.engine.runner.drafting.proposer.ops["decode"].layers[0].tensors["input_norm"].fill_(torch.nan)
     assert answers(llm, COLD) == plain("llama", COLD)
-    assert llm.engine.runner.proposer.last.isnan().all()
+    assert llm.engine.runner.drafting.proposer.last.isnan().all()
     assert llm.engine.stats().draft_tokens > 0
 
 
