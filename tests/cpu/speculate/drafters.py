@@ -45,7 +45,7 @@ def without(folder: Path, to: Path, name: str) -> Path:
     return to
 
 
-def engine(folder: Path, method: str = "", drafter: Path | None = None, tokens: int = 3, **settings) -> LLM:
+def engine(folder: Path, method: str = "", drafter: Path | None = None, tokens: int | str = 3, **settings) -> LLM:
     """The model of a folder with a drafter, or without."""
     chosen = {"method": method, "model": str(drafter), "num_speculative_tokens": tokens}
     values = dict(device="cpu", dtype="float32", threads=1, max_num_seqs=4, max_num_batched_tokens=48)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 from drafters import answers, edited, engine, like, prompts, spoil, stored, tight, without
 from tiny_models import tiny_tokenizer
 
+import offroad.engine as engine_module
+import offroad.speculate.attach as attach_module
 from offroad import SamplingParams
 from offroad.errors import ModelError, PlanError
 from offroad.speculate.draft_model import DraftModelProposer
+from offroad.weights.safetensors_source import SafetensorsSource
+from offroad.weights.source import Stored
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 COLD = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, repetition_penalty=1.1)
@@ -59,6 +64,13 @@ def test_answers_are_those_of_the_model_alone(family, tokens, params, tiny, alik
     stats = llm.engine.stats()
     assert 0.1 * stats.draft_tokens < stats.accepted_draft_tokens < stats.draft_tokens
     assert stats.prefix_resumed_tokens > 0
+
+
+def test_as_many_drafts_as_pay(tiny, alike, plain):
+    llm = engine(tiny("qwen3_5")[0], "draft_model", alike("qwen3_5"), "auto")
+    spoil(llm)
+    assert answers(llm, COLD) == plain("qwen3_5", COLD)
+    assert llm.engine.stats().draft_tokens > 0
 
 
 @pytest.mark.parametrize(("family", "other"), OTHERS)
@@ -172,6 +184,29 @@ def test_preempted_sequences_answer_alike(family, tiny, alike):
     spoil(small)
     assert answers(small, params, listed) == expected
     assert small.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("which", ["model", "drafter"])
+def test_each_checkpoint_may_have_its_own_conventions(which, tiny, monkeypatch):
+    """Norm weights that include their one, as in a GGUF file of Gemma-3, beside others that do not: a drafter that is
+    the model itself is right always."""
+
+    class PlusOne(SafetensorsSource):
+        conventions = frozenset({"norm_plus_one"})
+
+        def read(self, name: str) -> Stored:
+            stored = super().read(name)
+            return replace(stored, data=stored.data + 1.0) if name.endswith("norm.weight") else stored
+
+    folder = tiny("gemma3")[0]
+    opened = {"model": SafetensorsSource, "drafter": SafetensorsSource, which: PlusOne}
+    monkeypatch.setattr(engine_module, "open_source", lambda settings, report: opened["model"](folder))
+    monkeypatch.setattr(attach_module, "open_source", lambda settings: opened["drafter"](folder))
+    llm = engine(folder, "draft_model", folder)
+    spoil(llm)
+    answers(llm, GREEDY, prompts((40,)))
+    stats = llm.engine.stats()
+    assert 0 < stats.draft_tokens == stats.accepted_draft_tokens
 
 
 def test_drafts_stay_within_the_drafters_context(tiny, alike, tmp_path):
