@@ -241,6 +241,15 @@ def test_what_is_no_assistant_of_the_model_is_refused(tiny, assistant, tmp_path)
         engine(folder, "draft_model", drafter)
 
 
+def test_the_unified_models_assistant_is_the_same_under_another_name(tiny, assistant, tmp_path, monkeypatch):
+    folder, drafter = tiny("gemma4")[0], assistant("gemma4")[0]
+    seen, _ = watched(monkeypatch)
+    unified = edited(drafter, tmp_path / "unified", architectures=["Gemma4UnifiedAssistantForCausalLM"])
+    for each in (drafter, unified):
+        answers(engine(folder, "gemma4_assistant", each), GREEDY, prompts((30,)))
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :] != []
+
+
 def test_an_order_of_tokens_that_is_none_is_refused(tiny, assistant, tmp_path):
     to = edited(assistant("gemma4", True)[0], tmp_path / "order")
     tensors, name = load_file(to / "model.safetensors"), "masked_embedding.token_ordering"
