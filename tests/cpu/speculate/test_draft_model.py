@@ -214,6 +214,7 @@ def test_drafts_stay_within_the_drafters_context(tiny, alike, tmp_path):
     llm = engine(tiny("llama")[0], "draft_model", short, 4)
     ids = prompts((60,))
     assert answers(llm, GREEDY, ids) == answers(engine(tiny("llama")[0]), GREEDY, ids)
+    assert "no drafts from position 70 on, where the drafter's context ends" in llm.engine.plan.notes
     inside = llm.engine.stats().draft_tokens
     assert 0 < inside < 4 * 12
     answers(llm, GREEDY, prompts((100,)))
