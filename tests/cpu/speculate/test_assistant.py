@@ -19,10 +19,10 @@ from offroad.settings import Settings
 from offroad.speculate.assistant import AssistantProposer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-WARM = SamplingParams(temperature=0.8, seed=7, max_tokens=16, ignore_eos=True, repetition_penalty=1.1)
-HOT = SamplingParams(temperature=1.0, seed=9, max_tokens=16, ignore_eos=True)
+WARM = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, repetition_penalty=1.1)
+HOT = SamplingParams(temperature=1.0, seed=9, max_tokens=12, ignore_eos=True)
 # Around the window of 16, and around a block of 64, below which a key of the window lies.
-SIZES = (1, 15, 16, 17, 18, 62, 64, 79)
+SIZES = (1, 15, 17, 18, 62, 64)
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +215,12 @@ def test_the_models_rows_are_the_same_bytes_with_and_without_it(family, tiny, as
 
 
 def test_an_assistant_that_makes_nan_ends_no_request(tiny, assistant):
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True)
+    expected = answers(engine(tiny("gemma4")[0]), params)
     for ordered in (False, True):
         llm = engine(tiny("gemma4")[0], "gemma4_assistant", assistant("gemma4", ordered)[0])
         llm.engine.runner.drafting.proposer.ops.layers[0].tensors["input_norm"].fill_(torch.nan)
-        assert answers(llm, WARM) == answers(engine(tiny("gemma4")[0]), WARM)
+        assert answers(llm, params) == expected
         assert llm.engine.stats().draft_tokens > 0
 
 
