@@ -7,7 +7,7 @@ from math import prod
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
-from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
+from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring, Store
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
@@ -16,6 +16,7 @@ from offroad.weights.source import Headers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
+ROWS_SHARE = 1 / 32  # of the budget: the most that states for drafts may take
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -66,9 +67,14 @@ class Memory:
         return self.budget - self.used
 
 
+def plane_bytes(planes: tuple[Plane, ...], dtypes: Dtypes) -> int:
+    """Bytes of one row of all these planes."""
+    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in planes)
+
+
 def row_bytes(item: Item, dtypes: Dtypes) -> int:
     """Bytes of one row of an item: all planes."""
-    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in getattr(item, "planes", ()))
+    return plane_bytes(getattr(item, "planes", ()), dtypes)
 
 
 def _paged(spec: ModelSpec, window: bool) -> list[Paged]:
@@ -101,8 +107,26 @@ def block_bytes(spec: ModelSpec, dtypes: Dtypes, block: int) -> tuple[int, int]:
 
 
 def state_bytes(spec: ModelSpec, dtypes: Dtypes, k: int) -> int:
-    """Bytes of one slot's rings."""
-    return sum(row_bytes(i, dtypes) * i.capacity(k) for i in _rings(spec))
+    """Bytes of one slot's rings, with the records of those that are replayed."""
+    return sum(
+        row_bytes(i, dtypes) * i.capacity(k) + plane_bytes(i.records, dtypes) * i.replayed(k) for i in _rings(spec)
+    )
+
+
+def choose_store(
+    spec: ModelSpec, device: DeviceProfile, settings: Settings, dtypes: Dtypes, k: int
+) -> tuple[Store, tuple[str, ...]]:
+    """How recurrent states are kept, and notes: a row for each draft, unless those of all slots would take more of the
+    budget than ROWS_SHARE. Without drafts one row is all, and there is nothing to replay."""
+    slots, budget = settings.max_num_seqs + 1, int(device.memory * settings.memory_utilization)
+    rows = slots * k * sum(row_bytes(i, dtypes) for i in _rings(spec) if i.records)
+    if not rows:
+        return "rows", ()
+    store: Store = "replay" if rows > budget * ROWS_SHARE else "rows"
+    size = f"states for {k} drafts in {slots} slots would take {rows / 1024**2:,.0f} MiB"
+    limit = f"{budget * ROWS_SHARE / 1024**2:,.0f} MiB, {ROWS_SHARE:.1%} of the budget"
+    kept = "one is kept and tokens are replayed" if store == "replay" else "rows are kept"
+    return store, (f"recurrent states: {kept}, since {size} (the limit is {limit})",)
 
 
 def checkpoint_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:

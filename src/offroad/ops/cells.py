@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import SettingsError
-from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged
+from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged, Ring
 from offroad.ops.spec import Kernel, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
@@ -115,7 +115,9 @@ def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
             yield "output_gate", {"heads": mixer.heads, "head_dim": mixer.head_dim}, ()
     else:
         names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
-        yield "gated_delta", {name: getattr(mixer, name) for name in names}, (mixer.gate,)
+        replay = any(isinstance(item, Ring) and item.store == "replay" for _, item in layer.items)
+        features = (mixer.gate, "replay") if replay else (mixer.gate,)
+        yield "gated_delta", {name: getattr(mixer, name) for name in names}, features
     yield "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,)
     if moe is not None:
         scaled = any(tensor.target == "expert_scale" for tensor in layer.tensors)

@@ -15,7 +15,7 @@ from typing import Any
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.shard import check_groups, shard
-from offroad.models.spec import ModelSpec
+from offroad.models.spec import ModelSpec, Store
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
@@ -31,7 +31,8 @@ BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the pres
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step."""
+    """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step; `store`: how
+    recurrent states are kept, so that drafts can be taken back."""
 
     model: str
     family: str
@@ -40,6 +41,7 @@ class Plan:
     kv_dtype: str
     block: int
     k: int
+    store: Store
     chunk: int
     depth: int
     max_len: int
@@ -109,6 +111,7 @@ class Plan:
                 "kv_dtype",
                 "block",
                 "k",
+                "store",
                 "chunk",
                 "depth",
                 "max_len",
@@ -283,6 +286,9 @@ def plan(
     ranks = settings.tensor_parallel_size
     drafter = chosen(speculation(settings.speculative_config), spec, headers)
     spec = shard(drafting(spec, headers, drafter), ranks)
+    k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
+    store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
+    spec = spec.storing(store)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     cells: dict[Cell, Choice] = {}
@@ -297,8 +303,6 @@ def plan(
             accepted="a kernel for every layer, op and phase",
             next="--allow-reference runs them slowly; or choose another dtype or device",
         )
-    k = drafter.tokens if drafter else 0
-    dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
@@ -310,6 +314,7 @@ def plan(
         kv_dtype=kv_dtype,
         block=BLOCK,
         k=k,
+        store=store,
         chunk=min(settings.max_num_batched_tokens, divided.max_len),
         depth=1,
         max_len=divided.max_len,
@@ -323,7 +328,7 @@ def plan(
         cells=cells,
         memory=divided.memory,
         drafter=drafter,
-        notes=(*notes, *device.notes, *spec.notes, *divided.notes),
+        notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
 

@@ -61,6 +61,7 @@ class Runner:
         rows = self.arrays.rows(step)
         ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
         hidden = self.model.forward(rows, ops)
+        self.arrays.settle(rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
         result = self._finish(step, rows, ops, hidden if rows.scored is None else hidden[rows.scored])
         self.results.append(result)

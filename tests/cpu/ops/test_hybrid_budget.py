@@ -142,3 +142,21 @@ def test_weights_of_35b_a3b():
     small = 30 * (8192 * 4 + 32 + 32 + 128) + 10 * 2 * 256 + 40 * 2 * h + h
     linears = 2 * vocab * h + 40 * (experts + shared) + 30 * delta + 10 * full
     assert make("qwen3_5-35b-a3b").memory.weights == 2 * linears + 4 * small
+
+
+@pytest.mark.parametrize(("sequences", "store"), [(3, "rows"), (4, "replay")])
+def test_states_are_kept_once_where_rows_for_drafts_would_take_too_much(sequences: int, store: str):
+    """27B with 3 drafts: a state is 144 MiB, so that rows of 4 slots take 1.7 GiB and of 5 slots 2.1 GiB; 1/32 of a
+    budget of 64 GiB is 2 GiB. Records are a key a key head, a delta and a decay a value head: 1.5 MiB a token."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    device = DeviceProfile("cpu-test", "cpu", 640 * GIB // 9, frozenset(), units=2, source="probe")
+    spec = spec_of("qwen3_5-27b")
+    settings = dict(max_num_seqs=sequences, speculative_config=drafts, memory_utilization=0.9)
+    chosen = Settings.of(model="m", dtype="bfloat16", kv_cache_memory_bytes=GIB, max_model_len=512, **settings)
+    made = plan("m", spec, headers_of(spec), device, chosen, default_registry(), "bfloat16")
+    matrix, columns, record = 48 * 128 * 128 * 4, 6 * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
+    each = (4 * matrix if store == "rows" else matrix + 8 * record) + columns
+    assert (made.store, made.memory.slot_bytes) == (store, 48 * each)
+    assert made.memory.checkpoint_bytes == FIGURES["qwen3_5-27b"].state
+    assert ("one is kept and tokens are replayed" in made.explain()) == (store == "replay")
+    assert made.to_json()["store"] == store
