@@ -115,7 +115,7 @@ class Truth:
     def __init__(self, folder: Path, method: str) -> None:
         self.folder, self.method = folder, method
         more = dict(speculative_config=drafts_of("mtp", 1)) if method == "mtp" else {}
-        sizes = dict(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=MAX_LEN)
+        sizes = dict(max_num_seqs=1, max_num_batched_tokens=64, max_model_len=MAX_LEN, threads=1)
         self.engine = engine_of(folder, enable_prefix_caching=False, **sizes, **more)
         self.runner, self.known = self.engine.runner, {}
         if self.runner.drafting is not None:
@@ -176,7 +176,8 @@ class Play:
         self.truth, self.k, self.bug = truth, k, bug
         self.seen = Counter() if seen is None else seen
         method = truth.method if truth.method == "mtp" else "ngram"
-        settings = dict(max_model_len=MAX_LEN, checkpoint_interval=192, speculative_config=drafts_of(method, k)) | sizes
+        sizes = dict(threads=1, speculative_config=drafts_of(method, k)) | sizes
+        settings = dict(max_model_len=MAX_LEN, checkpoint_interval=192) | sizes
         with pytest.MonkeyPatch.context() as patch, bug():
             patch.setattr(budget, "ROWS_SHARE", 0 if replay else 1)
             self.engine = small_engine(truth.folder, **settings)
