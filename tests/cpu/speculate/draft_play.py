@@ -27,7 +27,7 @@ from offroad.schedule.job import sequence_seed
 from offroad.schedule.request import Request
 from offroad.schedule.step import Step
 
-MAX_LEN = 320
+MAX_LEN = 256
 LIMIT = 1e-4
 # How many right drafts, then how many wrong ones, a round has; OWN: what the drafter itself says.
 OWN, RIGHT, WRONG, NONE = (-1, 0), (9, 0), (0, 9), (0, 0)

@@ -26,7 +26,7 @@ SYSTEM = [tokens("system a", 140), tokens("system b", 70)]
 BLOCK = 64
 SIZES = (
     dict(blocks=12, places=2, max_num_seqs=2),
-    dict(blocks=6, places=5, max_num_seqs=4),
+    dict(blocks=5, places=5, max_num_seqs=4),
     dict(blocks=9, places=3, max_num_seqs=3),
 )
 
@@ -51,7 +51,7 @@ class Drafted(RuleBasedStateMachine):
         prompt = prefix + tokens(f"user {len(self.play.told)}", count)
         self.play.submit(
             prompt,
-            data.draw(st.sampled_from([1, 3, 8, 8, 40]), "answer"),
+            data.draw(st.sampled_from([1, 3, 8, 18]), "answer"),
             data.draw(st.sampled_from([0.0, 0.8, 1.0]), "temperature"),
             data.draw(st.sampled_from(MODES), "drafts"),
             data.draw(st.sampled_from([1, 1, 1, 2, 3]), "n"),
@@ -63,7 +63,7 @@ class Drafted(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted({name for name, _ in self.play.told})), "earlier")
         return self.play.history(name)[: MAX_LEN - 80]
 
-    @rule(data=st.data(), system=st.sampled_from(SYSTEM), whole=st.booleans(), count=st.sampled_from([1, 1, 3]))
+    @rule(data=st.data(), system=st.sampled_from(SYSTEM), whole=st.booleans(), count=st.sampled_from([1, 1, 2]))
     def new_chats(self, data, system, whole, count):
         for _ in range(count):
             self.then_new(data, system[: None if whole else data.draw(st.integers(0, len(system)))])
@@ -72,7 +72,7 @@ class Drafted(RuleBasedStateMachine):
     def crowd(self, temperature, modes):
         """Answers that come to need more blocks than there are: somebody is preempted."""
         for i in range(3):
-            self.play.submit(tokens(f"crowd {i}", 40 + i), 90, temperature, modes)
+            self.play.submit(tokens(f"crowd {i}", 118 + i), 16, temperature, modes)
 
     @precondition(lambda self: self.play.told)
     @rule(data=st.data())
@@ -126,7 +126,7 @@ SEEN = (
     "no drafts after accepted ones",
     "preempted",
 )
-STATES = ("checkpoint rows", "captured inside a step", "aborted with tokens")
+STATES = ("checkpoint rows", "captured inside a step")
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,6 @@ def test_drafts_change_nothing(tiny, tmp_path, family, method, examples, wanted)
             suppress_health_check=list(HealthCheck),
         ),
     )
+    print("SEEN", dict(machine.seen))
     for what in wanted:
         assert machine.seen[what], f"the chats do not exercise: {what}"
