@@ -69,13 +69,15 @@ def _share_cores(plan: Plan, threads: int) -> None:
 
 
 class Engine:
-    """Requests in, token events out. `step()` does the work; nothing happens between calls."""
+    """Requests in, token events out. `step()` does the work; nothing happens between calls.
 
-    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+    `source` stands in for the checkpoint that `settings.model` names."""
+
+    def __init__(self, settings: Settings, progress: Progress | None = None, source: Source | None = None) -> None:
         began, report = time.perf_counter(), progress or _silent
         self.settings = settings
         report("pull", 0.0, settings.model)
-        source = open_source(settings, lambda done, note: report("pull", done, note))
+        source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
         resolved, source = attach(settings, source)
         self.plan = _plan(settings, resolved, source)
@@ -93,6 +95,7 @@ class Engine:
                 accepted="1: only plans are made for more so far",
                 next="use `offroad plan`, or one GPU",
             )
+        assert resolved.model is not None, "a family that is planned only has cells without a kernel, and no plan"
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())
@@ -145,6 +148,8 @@ class Engine:
         memory = (
             f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
         )
+        if (graphs := self.runner.graphs) is not None:
+            memory += f", graphs {graphs.nbytes / gib:.2f} GiB (planned {p.graphs.nbytes / gib:.2f})"
         return EngineInfo(
             model=p.model,
             family=p.family,

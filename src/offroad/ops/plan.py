@@ -18,6 +18,7 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec, Store
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
+from offroad.ops.capture import GraphPlan, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
@@ -26,7 +27,6 @@ from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
-BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Plan:
     drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
+    graphs: GraphPlan = GraphPlan()
 
     def layout(self, layer: int, use: str) -> str:
         """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
@@ -84,6 +85,7 @@ class Plan:
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
             *([_drafts(self.drafter)] if self.drafter else []),
+            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -135,6 +137,7 @@ class Plan:
             "device": self.device.name,
             "memory": memory,
             "bound_tokens_per_second": bound,
+            "graphs": asdict(self.graphs),
             "cells": cells_json(self.cells),
         }
 
@@ -143,6 +146,13 @@ def _drafts(drafter: Speculation) -> str:
     return (
         f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
     )
+
+
+def _graphs(graphs: GraphPlan) -> str:
+    if not graphs.rows:
+        return f"none: {graphs.reason}"
+    rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
+    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -287,12 +297,15 @@ def plan(
     drafter = chosen(speculation(settings.speculative_config), spec, headers)
     spec = shard(drafting(spec, headers, drafter), ranks)
     k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
-    store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
-    spec = spec.storing(store)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
+    block = bytes_of.block_of(spec)
+    store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
+    if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
+        store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
+    spec = spec.storing(store)
     cells: dict[Cell, Choice] = {}
-    for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
+    for group in groups(spec, headers, dtype, kv_dtype, block):
         cells |= resolver.resolve(group)
     for group in list(block_groups(spec, dtype, cells)):
         cells |= resolver.resolve(group)
@@ -301,18 +314,21 @@ def plan(
             f"no kernel for {len(open_cells)} cells on {device.name}",
             found="\n" + "\n".join(explain_cells(open_cells)),
             accepted="a kernel for every layer, op and phase",
-            next="--allow-reference runs them slowly; or choose another dtype or device",
+            next="--allow-reference runs them slowly; or choose another dtype or device"
+            if all(choice.refused for choice in open_cells.values())
+            else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        block=BLOCK,
+        block=block,
         k=k,
         store=store,
         chunk=min(settings.max_num_batched_tokens, divided.max_len),
@@ -326,11 +342,27 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
+        graphs=graphs,
         memory=divided.memory,
         drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
+
+
+def _replays(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dtypes, block: int) -> bool:
+    """Whether every layer with a replayed state has a kernel, that is no reference unless rows have one too."""
+
+    def kernels(store: Store) -> list[str]:
+        found = groups(spec.storing(store), headers, dtypes.activation, dtypes.kv, block)
+        states = [group for group in found if group.cells[0][1].op == "gated_delta"]
+        return [choice.kernel for group in states for choice in resolver.resolve(group).values()]
+
+    def plain(names: list[str]) -> bool:
+        return any(name and resolver.registry.kernels[name].reference for name in names)
+
+    replay = kernels("replay")
+    return all(replay) and (plain(kernels("rows")) or not plain(replay))
 
 
 def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> str:

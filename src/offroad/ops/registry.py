@@ -13,25 +13,36 @@ from offroad.ops import (
     blocks,
     cpu_kernels,
     gated_delta,
+    hyper,
     linear,
     moe,
     norm,
     rope,
+    sparse_mla,
     torch_kernels,
 )
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
+from offroad.triton_kernels import attention as triton_attention
+from offroad.triton_kernels import delta as triton_delta
+from offroad.triton_kernels import linear as triton_linear
+from offroad.triton_kernels import rows as triton_rows
+from offroad.triton_kernels.linear_pack import PACKERS as TRITON_PACKERS
 
 
 @cache
 def default_registry() -> Registry:
     """All ops and kernels. Building it imports no toolchain and touches no device."""
     registry = Registry()
-    for module in (norm, linear, rope, attention, activation, gated_delta, moe):
+    for module in (norm, linear, rope, attention, activation, gated_delta, moe, sparse_mla, hyper):
         for op in module.OPS:
             registry.add_op(op)
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
+    triton_attention.register(registry)
+    triton_linear.register(registry)
+    triton_rows.register(registry)
+    triton_delta.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
@@ -40,4 +51,4 @@ def default_registry() -> Registry:
 
 def packers() -> dict[str, Callable[[Packed], Packed]]:
     """Functions that make a kernel's own weight layout from a canonical one, by layout."""
-    return dict(PACKERS)
+    return PACKERS | TRITON_PACKERS

@@ -11,6 +11,7 @@ from offroad.models.spec import AttentionSpec, Item, ModelSpec, Plane, Ring, Sha
 from offroad.ops.budget import Dtypes
 from offroad.ops.plan import SCALED, Plan
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows, View
+from offroad.run.transfer import Upload
 from offroad.schedule.step import Kind, Step, Table
 from offroad.weights.kv_scales import Scales
 
@@ -29,7 +30,7 @@ class Arrays:
     def __init__(
         self, plan: Plan, spec: ModelSpec, device: torch.device, kv_scales: list[Scales | None] | None = None
     ) -> None:
-        slots, self.device = plan.memory.slots, device
+        slots, self.device, self.upload = plan.memory.slots, device, Upload(device)
         self.k, self.tapped = plan.k, plan.drafter is not None and plan.drafter.tapped
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
@@ -39,7 +40,8 @@ class Arrays:
         self.drafted = np.zeros(slots, np.int64)
         self.base = torch.zeros(slots, dtype=torch.int64, device=device)
         self.replayed = plan.store == "replay"
-        self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
+        self.all_tables = torch.zeros((len(Table), slots, self.columns), dtype=torch.int32, device=device)
+        self.tables = {t: self.all_tables[int(t)] for t in Table}
         self.streams = any(
             isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope.sections for layer in spec.layers
         )
@@ -117,20 +119,19 @@ class Arrays:
             self.drafted[start.slot] = 0
             self.base[start.slot] = start.length
         if len(step.tables):
-            edits = torch.from_numpy(step.tables.astype(np.int64))
-            for table in Table:
-                picked = edits[edits[:, 1] == int(table)].to(self.device)
-                self.tables[table][picked[:, 0], picked[:, 2]] = picked[:, 3].to(torch.int32)
+            slot, table, column, block = self.upload(np.ascontiguousarray(step.tables.T, dtype=np.int64))[0]
+            self.all_tables[table, slot, column] = block.to(torch.int32)
 
-    def put(self, slots: np.ndarray, positions: np.ndarray, drawn: torch.Tensor) -> None:
-        """Writes drawn tokens, int64 [n] on the device, at positions of slots. A sequence that is at its limit draws a
-        token that has no place: it goes to the last one, and the scheduler ends the sequence."""
+    def put(self, slots: np.ndarray, positions: np.ndarray, drawn: torch.Tensor | np.ndarray) -> None:
+        """Writes drawn tokens, int64 [n] on the device or the host, at positions of slots. A sequence that is at its
+        limit draws a token that has no place: it goes to the last one, and the scheduler ends the sequence."""
         positions = np.minimum(positions, self.tokens.shape[1] - 1)
         if self.shared is not None:
-            self.shared[slots, positions] = drawn.numpy()
+            self.shared[slots, positions] = drawn if isinstance(drawn, np.ndarray) else drawn.numpy()
             return
-        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
-        self.tokens[at[0], at[1]] = drawn
+        host = [drawn] if isinstance(drawn, np.ndarray) else []
+        slot, position, *there = self.upload(slots.astype(np.int64), positions.astype(np.int64), *host)
+        self.tokens[slot, position] = there[0] if there else drawn
 
     def rows(self, step: Step) -> Rows:
         """The step's rows as tensors. Where a row wants something, a chunk's last token is wanted, and all of a verify
@@ -166,13 +167,16 @@ class Arrays:
         else:
             of_token = np.repeat(slot, width)
             positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
-        slot_t, start_t, width_t, offset_t = torch.from_numpy(packed).to(self.device).unbind()
+        wanted = _last(end, wanted_width)
         if self.shared is not None:
+            packed_t, wanted_t = torch.from_numpy(packed), torch.from_numpy(wanted)
             ids = torch.from_numpy(self.shared[of_token, positions])
             positions_t = torch.from_numpy(positions - late if late else positions)
         else:
-            at = torch.from_numpy(np.stack((of_token, positions))).to(self.device)
-            ids, positions_t = self.tokens[at[0], at[1]], at[1] - late
+            at = np.stack((of_token, positions)).astype(np.int64)
+            packed_t, wanted_t, at_t, positions_t = self.upload(packed, wanted, at, at[1] - late)
+            ids = self.tokens[at_t[0], at_t[1]]
+        slot_t, start_t, width_t, offset_t = packed_t.unbind()
         return Rows(
             ids=ids,
             positions=positions_t,
@@ -185,7 +189,7 @@ class Arrays:
             width_t=width_t,
             offset_t=offset_t,
             verify=verify,
-            wanted=torch.from_numpy(_last(end, wanted_width)).to(self.device),
+            wanted=wanted_t,
             wanted_width=wanted_width,
             streams=positions_t.expand(3, -1) if self.streams else None,
         )

@@ -74,6 +74,8 @@ class Rows:
 
     def narrow(self) -> Rows:
         """The wanted tokens alone, as verify rows: for layers that store nothing, whose keys are all in pages."""
+        if self.verify == len(self.slot) and len(self.wanted) == self.tokens:
+            return self
         picked = np.flatnonzero(self.wanted_width)
         width = self.wanted_width[picked]
         start = self.start[picked] + self.width[picked] - width

@@ -17,12 +17,15 @@ from offroad.ops.plan import Plan
 from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
 from offroad.run.bind import Bounds
+from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.rows import Rows
+from offroad.run.transfer import Download
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
+from offroad.triton_kernels.draw import fused_draw
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
@@ -39,14 +42,20 @@ class Runner:
         weights: Weights,
         bounds: dict[Cell, Bound],
         device: torch.device,
+        recorder: Recorder | None = None,
     ) -> None:
+        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
         self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
+        self.download = Download(device)
+        self.graphs: Graphs | None = None
+        if plan.graphs.rows:
+            self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -58,14 +67,17 @@ class Runner:
             self.sampler.start(start)
             if self.drafting is not None:
                 self.drafting.start(start)
-        rows = self.arrays.rows(step)
-        ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
-        hidden = self.model.forward(rows, ops)
-        self.arrays.settle(rows)
+        ran = self.graphs.run(step) if self.graphs is not None else None
+        if ran is None:
+            rows = self.arrays.rows(step)
+            ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
+            states = self.model.forward(rows, ops)
+            ran = Forward(rows, ops, states, states if rows.scored is None else states[rows.scored])
+        self.arrays.settle(ran.rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
-        result = self._finish(step, rows, ops, hidden if rows.scored is None else hidden[rows.scored])
+        result = self._finish(step, ran)
         self.results.append(result)
-        turn = Turn(step, rows, result.accepted, hidden)
+        turn = Turn(step, ran.rows, result.accepted, ran.states)
         if self.drafting is not None:
             self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
@@ -76,31 +88,31 @@ class Runner:
         """The oldest step that was launched and not yet asked for."""
         return self.results.popleft()
 
-    def _finish(self, step: Step, rows: Rows, ops: Ops, hidden: torch.Tensor) -> StepResult:
+    def _finish(self, step: Step, ran: Forward) -> StepResult:
         """Samples, verifies drafts and moves lengths."""
-        count = len(step.slot)
+        count, rows, ops = len(step.slot), ran.rows, ran.ops
         arrays, wanting = self.arrays, step.wants.nonzero()[0]
         tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
         tokens.fill(-1)
         bad.fill(-1)
         moved, chosen_logprobs = rows.width, None
         if len(wanting):
-            logits = ops.logits(hidden)
+            logits = ops.logits(ran.hidden) if ran.logits is None else ran.logits
             slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
             of_row, place = wanting, 0
             if drafts := len(logits) > len(wanting):
                 of_row, place, positions = _places(rows)
                 slots = step.slot[of_row]
-            drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
-            finite = self._finite(hidden, logits, drawn)
+            drawn, ids, finite = self._drawn(ran, logits, slots, positions)
             if drafts:
-                moved = _moved(rows, drawn)
+                moved = _moved(rows, ids)
                 told = np.flatnonzero(place < moved[of_row])
-                of_row, place, slots, positions, finite = (x[told] for x in (of_row, place, slots, positions, finite))
-                picked = torch.from_numpy(told).to(drawn.device)
-                drawn, logits = drawn[picked], logits[picked]
-            arrays.put(slots, positions, drawn)
-            tokens[of_row, place] = drawn.cpu().numpy()
+                of_row, place, slots, positions = (x[told] for x in (of_row, place, slots, positions))
+                drawn, ids, finite = None, ids[told], finite[told]
+                logits = logits[torch.from_numpy(told).to(logits.device)]
+            if not (ran.stored and drawn is None):
+                arrays.put(slots, positions, ids if drawn is None else drawn)
+            tokens[of_row, place] = ids
             if not finite.all():
                 broken = np.unique(of_row[~finite])
                 bad[broken] = self._bad_layers(step, broken, ops)
@@ -110,15 +122,27 @@ class Runner:
         drafted = (rows.width - 1) * (np.arange(count) < rows.verify) if self.plan.k else None
         return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
 
-    @staticmethod
-    def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
-        """Which rows are finite: a NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was
-        drawn."""
-        hidden = hidden.float()
-        if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
-            return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
-        mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
-        return np.isfinite(mark.cpu().numpy())
+    def _drawn(
+        self, ran: Forward, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor | None, np.ndarray, np.ndarray]:
+        """(drawn tokens on the device, the same on the host, which rows are finite); None: a graph has drawn them.
+
+        A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn. The host waits for
+        the device here, and in no other place of a step without drafts.
+        """
+        drawn = None
+        if ran.answers is not None and self.sampler.plain(slots, positions):
+            answers = self.download(ran.answers)[ran.live]
+        else:
+            drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens)
+            hidden = ran.hidden.float()
+            if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
+                ids = drawn.numpy()
+                return drawn, ids, np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(ids)), ids])
+            mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+            answers = self.download(torch.where(torch.isfinite(mark), drawn, ~drawn))
+        finite = answers >= 0
+        return drawn, np.where(finite, answers, ~answers), finite
 
     def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
         """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
@@ -152,11 +176,11 @@ def _places(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return of_row, place, first[of_row].astype(np.int64) + place
 
 
-def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
+def _moved(rows: Rows, drawn_ids: np.ndarray) -> np.ndarray:
     """By how much each row's length moves: a chunk by its width, a verify row by 1 and the drafts before the first one
     that is not what was drawn for its position."""
     moved = rows.width.copy()
-    ids, drawn_ids = rows.ids.cpu().numpy(), drawn.cpu().numpy()
+    ids = rows.ids.cpu().numpy()
     first = rows.wanted_width.cumsum() - rows.wanted_width
     for row in range(rows.verify):
         drafts = rows.width[row] - 1

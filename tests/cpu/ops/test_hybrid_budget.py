@@ -11,6 +11,7 @@ from offroad.device.profile import DeviceProfile, load_profile
 from offroad.models.registry import resolve_model
 from offroad.models.spec import AttentionSpec, ModelSpec
 from offroad.ops.budget import Dtypes, checkpoint_bytes, kv_bytes_per_token, state_bytes
+from offroad.ops.cells import Cell
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry
 from offroad.settings import Settings
@@ -160,3 +161,14 @@ def test_states_are_kept_once_where_rows_for_drafts_would_take_too_much(sequence
     assert made.memory.checkpoint_bytes == FIGURES["qwen3_5-27b"].state
     assert ("one is kept and tokens are replayed" in made.explain()) == (store == "replay")
     assert made.to_json()["store"] == store
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_rows_are_kept_where_no_kernel_replays(reference: bool):
+    """On a GPU whose kernel of Gated DeltaNet keeps rows only, that one is taken, and the plan says why."""
+    spec, drafts = spec_of("qwen3_5-4b"), '{"method": "ngram"}'
+    sizes = dict(max_num_seqs=32, max_model_len=512)
+    settings = Settings.of(model="m", speculative_config=drafts, allow_reference=reference, **sizes)
+    made = plan("m", spec, headers_of(spec), load_profile("rtx5090"), settings, default_registry(), "bfloat16")
+    assert (made.store, made.cells[Cell(0, "gated_delta", "decode")].kernel) == ("rows", "triton.gated_delta")
+    assert "recurrent states: rows, since no kernel of" in made.explain()
