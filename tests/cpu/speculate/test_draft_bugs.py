@@ -60,8 +60,9 @@ class StateReadAt(Patches):
         super().__init__((gated_delta, "_states"), (gated_delta, "_verify"), (Runner, "_finish"))
         self.accepted, self.width = Counter(), None
 
-    def _finish(self, original, runner, step, rows, ops, hidden):
-        result = original(runner, step, rows, ops, hidden)
+    def _finish(self, original, runner, step, ran):
+        result = original(runner, step, ran)
+        rows = ran.rows
         for row, slot in enumerate(rows.slot.tolist()):
             self.accepted[slot] = int(result.accepted[row]) if row < rows.verify else 0
         return result
@@ -97,10 +98,10 @@ class CountsOfOtherRows(StateReadAt):
 class NoRollback(StateReadAt):
     """The state is that behind all drafts."""
 
-    def _finish(self, original, runner, step, rows, ops, hidden):
-        result = super()._finish(original, runner, step, rows, ops, hidden)
+    def _finish(self, original, runner, step, ran):
+        result = super()._finish(original, runner, step, ran)
+        rows = ran.rows
         self.ran = getattr(self, "ran", {}) | dict(zip(rows.slot.tolist(), rows.width.tolist(), strict=True))
-        self.slots = rows.slot
         return result
 
     def _verify(self, original, *args):
