@@ -244,8 +244,9 @@ def _checkpoints(spec: ModelSpec, settings: Settings, each: int, room: int) -> i
 
 
 def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int) -> int:
-    """ceil((W - 1 + 2 (k + 1)) / B) + 1 blocks for each sequence, and as many again if `spare` are not fewer: windows of
-    marks, for later prefix hits. At least what the chunks of one step need, whose old windows stay until commit."""
+    """ceil((W - 1 + 2 (k + 1)) / B) + 1 blocks for each sequence, and up to as many again, if `spare` are there, for
+    windows of marks: later prefix hits need them. At least as many more as the chunks of one step take, whose old
+    windows stay until commit."""
     each = -(-(keep + 2 * (k + 1)) // block) + 1
     twice = settings.max_num_seqs * each
     chunks = -(-settings.max_num_batched_tokens // block) + settings.max_num_seqs
