@@ -331,7 +331,7 @@ def plan(
         block=block,
         k=k,
         store=store,
-        chunk=min(settings.max_num_batched_tokens, divided.max_len),
+        chunk=min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs),
         depth=2 if device.kind == "cuda" and drafter is None else 1,  # what drafts do to lengths is known late
         max_len=divided.max_len,
         max_num_seqs=settings.max_num_seqs,
