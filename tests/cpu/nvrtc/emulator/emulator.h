@@ -1,0 +1,197 @@
+// Runs CUDA kernels on the CPU, thread by thread: a thread is a coroutine that gives way at barriers and at what a warp
+// does together. Blocks run one after the other, threads of a block in an order that the caller picks: a kernel whose
+// result depends on it lacks a barrier.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __restrict__
+#define __shared__
+#define OFFROAD_EMULATED 1
+
+using std::max;
+using std::min;
+struct uint2 {
+    unsigned x, y;
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Index {
+    unsigned x, y, z;
+};
+
+namespace emulator {
+constexpr int STACK = 1 << 17;
+struct Warp {
+    const void* items[32];
+    int waiting = 0, live = 0;
+    long round = 0;
+};
+struct Thread {
+    ucontext_t context;
+    Index index;
+    int number;
+    bool done;
+};
+inline std::vector<Thread> threads;
+inline std::vector<Warp> warps;
+inline std::vector<char> stacks;
+inline ucontext_t home;
+inline Thread* current;
+inline int waiting, live;
+inline long round_number;
+inline std::function<void()> body;
+
+inline void give_way() { swapcontext(&current->context, &home); }
+
+inline void enter() {
+    body();
+    current->done = true;
+    Warp& warp = warps[current->number / 32];
+    live--, warp.live--;
+    if (live && waiting == live) waiting = 0, round_number++;
+    if (warp.live && warp.waiting == warp.live) {
+        std::fprintf(stderr, "a thread left while its warp waited for it\n");
+        std::abort();
+    }
+}
+
+inline Warp& warp_barrier() {
+    Warp& warp = warps[current->number / 32];
+    long round = warp.round;
+    if (++warp.waiting == warp.live) warp.waiting = 0, warp.round++;
+    while (warp.round == round) give_way();
+    return warp;
+}
+
+// Every lane puts up an item and gets the others'; they stay valid until the lane calls `warp_barrier`.
+inline Warp& exchange(const void* item) {
+    warps[current->number / 32].items[current->number % 32] = item;
+    return warp_barrier();
+}
+}  // namespace emulator
+
+inline Index blockIdx, blockDim, gridDim;
+#define threadIdx (emulator::current->index)
+
+constexpr unsigned SHARED_ROOM = 1 << 17;
+extern __align__(16) unsigned char shared[SHARED_ROOM];
+
+inline void __syncthreads() {
+    long round = emulator::round_number;
+    if (++emulator::waiting == emulator::live) emulator::waiting = 0, emulator::round_number++;
+    while (emulator::round_number == round) emulator::give_way();
+}
+inline int __syncthreads_or(int x) {
+    static int any[2];
+    int* slot = &any[emulator::round_number / 2 % 2];
+    __syncthreads();
+    *slot = 0;
+    __syncthreads();
+    *slot |= x != 0;
+    __syncthreads();
+    int result = *slot;
+    __syncthreads();
+    return result;
+}
+inline void __syncwarp(unsigned = 0xFFFFFFFFu) { emulator::warp_barrier(); }
+inline void __threadfence() {}
+inline float __shfl_xor_sync(unsigned, float x, int lanes) {
+    float result = *(const float*)emulator::exchange(&x).items[(emulator::current->number % 32) ^ lanes];
+    emulator::warp_barrier();
+    return result;
+}
+inline unsigned atomicAdd(unsigned* at, unsigned x) {
+    unsigned before = *at;
+    *at += x;
+    return before;
+}
+inline float __ldcg(const float* at) { return *at; }
+inline float4 __ldcg(const float4* at) { return *at; }
+template <class T>
+inline T __ldg(const T* at) {
+    return *at;
+}
+template <class T>
+inline T __ldcs(const T* at) {
+    return *at;
+}
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __expf(float x) { return std::exp(x); }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+
+namespace emulator {
+// Runs `call` for every thread of every block; `order` 0 is ascending, others are shuffles of blocks and threads.
+inline void run(std::function<void()> call, const unsigned grid[3], unsigned size, unsigned shared_bytes,
+                unsigned order) {
+    body = std::move(call);
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {size, 1, 1};
+    threads.resize(size);
+    stacks.resize((size_t)size * STACK);
+    std::mt19937 random(order);
+    std::vector<unsigned> blocks(grid[0] * grid[1] * grid[2]), turns(size);
+    for (unsigned i = 0; i < blocks.size(); i++) blocks[i] = i;
+    if (order) std::shuffle(blocks.begin(), blocks.end(), random);
+    for (unsigned block : blocks) {
+        blockIdx = {block % grid[0], block / grid[0] % grid[1], block / grid[0] / grid[1]};
+        std::memset(shared, 0xFF, SHARED_ROOM);  // NaN
+        warps.assign((size + 31) / 32, Warp());
+        live = size, waiting = 0;
+        for (unsigned i = 0; i < size; i++) {
+            Thread& thread = threads[i];
+            thread.index = {i, 0, 0}, thread.number = i, thread.done = false;
+            warps[i / 32].live++;
+            getcontext(&thread.context);
+            thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
+            thread.context.uc_stack.ss_size = STACK;
+            thread.context.uc_link = &home;
+            makecontext(&thread.context, enter, 0);
+            turns[i] = i;
+        }
+        if (order) std::shuffle(turns.begin(), turns.end(), random);
+        for (long idle = 0; live;) {
+            int before = live;
+            long steps = round_number;
+            for (unsigned i : turns)
+                if (!threads[i].done) current = &threads[i], swapcontext(&home, &current->context);
+            idle = live == before && steps == round_number ? idle + 1 : 0;
+            if (idle > 1000000) {
+                std::fprintf(stderr, "threads wait for each other\n");
+                std::abort();
+            }
+        }
+        for (unsigned i = shared_bytes; i < SHARED_ROOM; i++)
+            if (shared[i] != 0xFF) {
+                std::fprintf(stderr, "shared memory written behind the %u bytes that were reserved\n", shared_bytes);
+                std::abort();
+            }
+    }
+}
+}  // namespace emulator

@@ -1,0 +1,39 @@
+"""The attention kernel, emulated: the reference's numbers over odd shapes, in whatever order its threads run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import CASES, Case, expected, inputs
+from emulated import ORDER, load, needs_compiler
+
+from offroad.device.profile import load_profile
+from offroad.nvrtc import attention, launch
+from offroad.ops.attention import TOLERANCE
+
+pytestmark = needs_compiler
+V100 = load_profile("v100-32gb")
+LIMIT = TOLERANCE["float16"]
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    monkeypatch.setattr(launch, "load", load)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_the_reference_and_the_same_in_any_order(case: Case):
+    q, k, v, view, rows = inputs(case)
+    wanted, after = expected(case, q, k, v, view, rows)
+    bound = attention.bind(V100, case.problem)
+    outputs = []
+    for seed in (0, 1):
+        ORDER.seed = seed
+        mine = replace(view, k=view.k.clone(), v=view.v.clone())
+        outputs.append(bound(q, k, v, mine, rows, case.spec))
+        for ours, theirs in ((mine.k, after.k), (mine.v, after.v)):
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    torch.testing.assert_close(outputs[0].float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    assert torch.equal(outputs[0], outputs[1])
