@@ -14,7 +14,7 @@ from offroad.ops.spec import Bound, Problem
 from offroad.run.rows import PagedView, Rows
 
 ARGS = "@4P2PP2P4P2P6iqqq4i8i2f"  # `Args` of the kernel
-HEAD_DIMS = (64, 128, 256, 512)
+HEAD_DIMS = (32, 64, 128, 256, 512)
 KV = {torch.float16: 0, torch.float8_e5m2: 1}
 THREADS = 256
 MIN_SPAN = 128  # keys that are worth a block of their own
@@ -36,7 +36,7 @@ def source(dim: int, tiles: int, e5m2: bool) -> Source:
 
     The tile of keys is what gives two blocks an SM without spills where one tile of rows is enough, else what fits.
     """
-    keys = {64: 128, 128: 64, 256: 32 if tiles == 1 else 64, 512: 32}[dim]
+    keys = {32: 128, 64: 128, 128: 64, 256: 32 if tiles == 1 else 64, 512: 32}[dim]
     shared = shared_bytes(dim, tiles, keys)
     blocks = 2 if tiles == 1 and dim < 512 else 1
     defines = (("HEAD_DIM", dim), ("TILES_M", tiles), ("TILE_N", keys), ("MIN_BLOCKS", blocks), ("KV_E5M2", int(e5m2)))
