@@ -77,6 +77,9 @@ __device__ __forceinline__ float dot(const float (&state)[KEY_DIM], const float*
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+// Makes the compiler read shared memory again: kept in registers, k would drive the state out of them.
+__device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
+
 // The newest raw columns of a row, the head's share of the channels, into the ring.
 __device__ __forceinline__ void keep_columns(const Args& p, int row, int head) {
     const int share = ceil_div(p.channels, p.value_heads), first = head * share, last = min(p.channels, first + share);
@@ -114,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rule(const Args p) {
         const float decay = expf(rate * softplus(__half2float(p.ba[token * p.ba_row + p.value_heads + head]) + bias));
         __syncthreads();
         const float delta = (v - decay * dot(state, k)) * beta;
+        forget();
 #pragma unroll
         for (int d = 0; d < KEY_DIM; d += 4) {
             const float4 four = *reinterpret_cast<const float4*>(k + d);
