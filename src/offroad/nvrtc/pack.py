@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,3 +133,6 @@ def unpack(tiles: LaneTiles) -> torch.Tensor:
     if kind[0] == "q":
         tensors["m"] = flat[..., 1] * tensors["s"]
     return dequantise(replace(Packed(layout, tiles.n, tiles.k, tensors, tiles.group)))
+
+
+PACKERS: dict[str, Callable[[Packed], Packed]] = {LAYOUT: pack}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from offroad.native.pack import PACKERS
+from offroad.native.pack import PACKERS as CPU_PACKERS
+from offroad.nvrtc import entries as cuda_kernels
+from offroad.nvrtc.pack import PACKERS as CUDA_PACKERS
 from offroad.ops import (
     activation,
     attention,
@@ -32,6 +34,7 @@ def default_registry() -> Registry:
             registry.add_op(op)
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
+    cuda_kernels.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
@@ -40,4 +43,4 @@ def default_registry() -> Registry:
 
 def packers() -> dict[str, Callable[[Packed], Packed]]:
     """Functions that make a kernel's own weight layout from a canonical one, by layout."""
-    return dict(PACKERS)
+    return CPU_PACKERS | CUDA_PACKERS

@@ -51,22 +51,22 @@ class Function:
     name: str
     layout: struct.Struct
     shared: int
-    library: ctypes.CDLL
+    source: Source
 
     def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
         assert min(grid) > 0, grid
         assert max(grid[1:]) < 65_536, grid
         assert 0 < threads <= 1024
+        library = _library(self.source)
+        assert -(-self.layout.size // 8) * 8 == library.size_of_args(), (self.layout.size, library.size_of_args())
         packed = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         sizes = (ctypes.c_uint * 3)(*grid)
-        getattr(self.library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
+        getattr(library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
 
 
 def load(source: Source, name: str, layout: str) -> Function:
-    library = _library(source)
-    packed = struct.Struct(layout)
-    assert -(-packed.size // 8) * 8 == library.size_of_args(), (packed.size, library.size_of_args())
-    return Function(name, packed, source.shared, library)
+    """As `offroad.nvrtc.launch.load`; compiles when the function is first launched."""
+    return Function(name, struct.Struct(layout), source.shared, source)
 
 
 @cache
