@@ -17,15 +17,18 @@ from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
-from offroad.models.registry import resolve_source
+from offroad.models.registry import Resolved
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
-from offroad.run.runner import Runner, prepare
+from offroad.run.bind import prepare
+from offroad.run.runner import Runner
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
 from offroad.settings import Settings
+from offroad.speculate.attach import attach
+from offroad.speculate.config import drafting
 from offroad.weights import kv_scales
 from offroad.weights.load import load, verify_headers
 from offroad.weights.locate import open_source
@@ -40,7 +43,11 @@ def _silent(phase: str, fraction: float, note: str) -> None:
 
 def make_plan(settings: Settings, source: Source) -> Plan:
     """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    resolved, source = resolve_source(source)
+    return _plan(settings, *attach(settings, source))
+
+
+def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
+    """The plan of a checkpoint, its drafter attached."""
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
@@ -62,15 +69,18 @@ def _share_cores(plan: Plan, threads: int) -> None:
 
 
 class Engine:
-    """Requests in, token events out. `step()` does the work; nothing happens between calls."""
+    """Requests in, token events out. `step()` does the work; nothing happens between calls.
 
-    def __init__(self, settings: Settings, progress: Progress | None = None) -> None:
+    `source` stands in for the checkpoint that `settings.model` names."""
+
+    def __init__(self, settings: Settings, progress: Progress | None = None, source: Source | None = None) -> None:
         began, report = time.perf_counter(), progress or _silent
         self.settings = settings
         report("pull", 0.0, settings.model)
-        source = open_source(settings, lambda done, note: report("pull", done, note))
+        source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
-        self.plan = make_plan(settings, source)
+        resolved, source = attach(settings, source)
+        self.plan = _plan(settings, resolved, source)
         if self.plan.device.source == "file":
             raise PlanError(
                 f"device {self.plan.device.name} is a profile",
@@ -85,14 +95,14 @@ class Engine:
                 accepted="1: only plans are made for more so far",
                 next="use `offroad plan`, or one GPU",
             )
-        resolved, source = resolve_source(source)
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")
+        spec = drafting(resolved.spec, source.headers, self.plan.drafter)
         weights = load(
-            resolved.spec,
+            spec,
             source,
             self.plan.layout,
             getattr(torch, self.plan.dtype),
@@ -100,7 +110,7 @@ class Engine:
             packers(),
             lambda done, note: report("load", done, note),
         )
-        self.runner = Runner(self.plan, resolved.spec, resolved.model(), weights, bounds, device)
+        self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -123,7 +133,13 @@ class Engine:
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
         )
-        return Scheduler(config, max_num_batched_tokens=p.chunk, max_waiting=self.settings.max_waiting, depth=p.depth)
+        return Scheduler(
+            config,
+            max_num_batched_tokens=p.chunk,
+            max_waiting=self.settings.max_waiting,
+            depth=p.depth,
+            drafter=p.drafter.method if p.drafter else "",
+        )
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:
         p, m = self.plan, self.plan.memory
@@ -131,6 +147,8 @@ class Engine:
         memory = (
             f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
         )
+        if (graphs := self.runner.graphs) is not None:
+            memory += f", graphs {graphs.nbytes / gib:.2f} GiB (planned {p.graphs.nbytes / gib:.2f})"
         return EngineInfo(
             model=p.model,
             family=p.family,

@@ -36,11 +36,14 @@ class CompletionOutput:
 
 @dataclass
 class Usage:
-    """Tokens of a request; `cached_tokens` are the prompt's that were resumed from the prefix cache."""
+    """Tokens of a request; `cached_tokens` are the prompt's that were resumed from the prefix cache. `drafts` were
+    looked at, and `accepted_drafts` of them were what the model said."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     time_to_first_token: float | None = None
     seconds: float = 0.0
 
@@ -213,6 +216,7 @@ class _Collector:
         outputs = [CompletionOutput(i, logprobs=[] if wants else None) for i in range(n)]
         self.output = RequestOutput(request.id, text, request.prompt_ids, outputs, Usage(len(request.prompt_ids)))
         self.streams = [OutputStream(tokenizer, request.params, continues=continues) for _ in range(n)]
+        self.drafts = [(0, 0)] * n
         self.began = time.perf_counter()
         self.stopped_by_text = False
 
@@ -225,6 +229,8 @@ class _Collector:
         if usage.time_to_first_token is None and event.token_ids:
             usage.time_to_first_token = time.perf_counter() - self.began
         usage.cached_tokens = max(usage.cached_tokens, event.cached)
+        self.drafts[event.index] = event.drafts, event.accepted_drafts
+        usage.drafts, usage.accepted_drafts = map(sum, zip(*self.drafts, strict=True))
         ended = event.finish_reason == "stop"
         delta = self.streams[event.index].push(event.token_ids, ends_with_stop_token=ended)
         text = delta.text

@@ -32,6 +32,7 @@ class Settings:
     dtype: str = "auto"
     kernel: tuple[str, ...] = ()
     allow_reference: bool = False
+    enforce_eager: bool = False
     threads: int = 0
     tensor_parallel_size: int = 1
     max_model_len: int = 0

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_source import RandomSource
 
-from offroad import engine as engine_module
 from offroad.engine import Engine
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request
 from offroad.settings import Settings
+from offroad.weights.dummy import DummySource
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -66,8 +65,7 @@ CONFIGS = {
 }
 
 
-def make(monkeypatch, config: dict, device: str) -> Engine:
-    monkeypatch.setattr(engine_module, "open_source", lambda settings, progress: RandomSource(config, "cuda"))
+def make(config: dict, device: str) -> Engine:
     settings = Settings.of(
         model="random",
         device=device,
@@ -77,7 +75,7 @@ def make(monkeypatch, config: dict, device: str) -> Engine:
         max_num_seqs=2,
         kernel=[] if device == "cuda" else ["linear=torch.linear", "embed=torch.embed"],
     )
-    return Engine(settings)
+    return Engine(settings, source=DummySource(config, "cuda"))
 
 
 def generate(engine: Engine, prompt: list[int], count: int) -> list[int]:
@@ -105,12 +103,12 @@ def layer_outputs(engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_real_shapes(name: str, monkeypatch):
+def test_real_shapes(name: str):
     config, rng = CONFIGS[name], random.Random(0)
     prompt = [rng.randrange(3, 240000) for _ in range(4096)]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    gpu = make(monkeypatch, config, "cuda")
+    gpu = make(config, "cuda")
     memory = gpu.plan.memory
     resident, planned = torch.cuda.memory_allocated(), memory.used - memory.workspace
     answer = generate(gpu, prompt, 64)
@@ -127,7 +125,7 @@ def test_real_shapes(name: str, monkeypatch):
     outputs = layer_outputs(gpu, prompt[:256])
     gpu.close()
     torch.cuda.empty_cache()
-    cpu = make(monkeypatch, config, "cpu")
+    cpu = make(config, "cpu")
     expected = layer_outputs(cpu, prompt[:256])
     assert len(outputs) == len(expected) == config["num_hidden_layers"]
     for layer, (ours, theirs) in enumerate(zip(outputs, expected, strict=True)):

@@ -130,8 +130,7 @@ class HybridCache:
         end = seq.high + width
         final = kind == Kind.CHUNK and end >= seq.goal
         assert (end > seq.goal) <= (kind == Kind.VERIFY), "a chunk ends with the known tokens"
-        reach = self.config.k if final or kind == Kind.VERIFY else 0
-        columns = -(-(end + reach) // block)
+        columns = -(-(end + self.config.k) // block)
         had, shown = len(seq.history), len(seq.window)
         first = self._survivors(seq, end) if kind == Kind.CHUNK and self.keep else shown
         if columns - had > self.history.free or (self.keep and columns - max(first, shown) > self.window.free):

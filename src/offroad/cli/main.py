@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
+from typer.core import TyperGroup
 
 from offroad import __version__
-from offroad.cli import bench, doctor, plan, pull, quantize, rm, run, serve, show
+from offroad.cli import bench, bench_engine, doctor, plan, pull, quantize, rm, run, serve, show
 from offroad.cli import list as listing
 from offroad.cli.options import GroupedCommand
 from offroad.errors import OffroadError
@@ -28,10 +29,21 @@ def _root(
     """Serve language models on the hardware you own."""
 
 
+class Verbs(TyperGroup):
+    """Verbs, of which some have two words: `bench engine`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name = " ".join(args[:2])
+        if name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 def make_app() -> typer.Typer:
     """The command line with all verbs."""
     app = typer.Typer(
         name="offroad",
+        cls=Verbs,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -47,6 +59,7 @@ def make_app() -> typer.Typer:
         ("show", show.show),
         ("rm", rm.rm),
         ("bench", bench.bench),
+        ("bench engine", bench_engine.bench_engine),
         ("quantize", quantize.quantize),
         ("doctor", doctor.doctor),
     ):

@@ -42,6 +42,7 @@ FLAGS: dict[str, Flag] = {
     "device": Flag("speed", "auto, cpu, cuda; for `plan` also a device profile or a path ending in .toml.", "DEVICE"),
     "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
+    "enforce_eager": Flag("speed", "Make no CUDA graphs of decode steps."),
     "threads": Flag("speed", "CPU threads; 0: all cores.", "N"),
     "speculative_config": Flag("speed", 'Drafts, e.g. {"method": "ngram", "num_speculative_tokens": 4}.', "JSON"),
     "tensor_parallel_size": Flag("speed", "GPUs that share each layer; more than one only for `plan` so far.", "N"),
@@ -59,8 +60,8 @@ ENGINE_GROUPS = ("model", "memory", "speed")
 ALL_GROUPS = (*ENGINE_GROUPS, "serve")
 
 
-def with_settings(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a verb the flags of some groups, and `--config`.
+def with_settings(*groups: str, file: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a verb the flags of some groups, and `--config` unless `file` is False: then it has no such parameter.
 
     The verb names two parameters, `flags` and `config`, which are replaced by the options: it receives what the user
     gave as `flags` (fields of `Settings`; what was not given is absent) and the path of the TOML file, or None.
@@ -71,7 +72,7 @@ def with_settings(*groups: str) -> Callable[[Callable[..., Any]], Callable[..., 
         hints = get_type_hints(verb, include_extras=True)
         own = [p.replace(annotation=hints[p.name]) for p in inspect.signature(verb).parameters.values()]
         kept = [p for p in own if p.name not in ("flags", "config")]
-        parameters = [*kept, *(_parameter(name) for name in names), _config()]
+        parameters = [*kept, *(_parameter(name) for name in names), *([_config()] if file else [])]
 
         def command(**given: Any) -> Any:
             flags = {name: given.pop(name) for name in names}

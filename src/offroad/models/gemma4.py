@@ -40,10 +40,10 @@ ARCHITECTURES = {
 }
 _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."))
 _TOWERS = r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio|multi_modal_projector)\..*"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 _ROPES = {
-    _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 
 
@@ -54,8 +54,8 @@ def model_spec(values: dict[str, Any]) -> ModelSpec:
     config.only(hidden_activation="gelu_pytorch_tanh", attention_bias=False, tie_word_embeddings=True)
     config.only(use_bidirectional_attention="vision")  # of image tokens; text is causal throughout
     width = config.get("hidden_size_per_layer_input", int, 0 if "unified" in values["model_type"] else 256)
-    kinds = config.layer_types(_SLIDING, _FULL, 6)
-    kinds[-1] = _FULL  # as transformers has it, whatever is listed
+    kinds = config.layer_types(SLIDING, FULL, 6)
+    kinds[-1] = FULL  # as transformers has it, whatever is listed
     layers = _layers(config, hidden, kinds, width)
     linears, tensors = _per_layer(config, hidden, vocab, len(layers), width)
     towers = {"vision_config", "audio_config"} & values.keys()
@@ -103,7 +103,7 @@ def _redundant(layers: tuple[LayerSpec, ...]) -> tuple[str, ...]:
 def _layers(config: Config, hidden: int, kinds: list[str], width: int) -> tuple[LayerSpec, ...]:
     shared, size = config.get("num_kv_shared_layers", int, 0), config.get("intermediate_size", int)
     wide = config.get("use_double_wide_mlp", bool, False)
-    moe, mixers = _moe(config), _mixers(config, kinds)
+    moe, mixers = _moe(config), attention_specs(config, kinds)
     first = len(kinds) - shared
     layers = []
     for i, (kind, mixer) in enumerate(zip(kinds, mixers, strict=True)):
@@ -113,7 +113,7 @@ def _layers(config: Config, hidden: int, kinds: list[str], width: int) -> tuple[
         if i >= first:
             item, mixer = Shared(_producer(kinds, first, kind)), replace(mixer, own_kv=False)
         ffn = FfnSpec(size * (2 if wide and i >= first else 1), "gelu_tanh")
-        layers.append(_layer(f"model.layers.{i}", hidden, mixer, item, ffn, moe, width))
+        layers.append(layer_spec(f"model.layers.{i}", hidden, mixer, item, ffn, moe, width))
     return tuple(layers)
 
 
@@ -134,7 +134,7 @@ def _moe(config: Config) -> MoeSpec | None:
     return MoeSpec(experts, top_k, config.get("moe_intermediate_size", int), "gelu_tanh")
 
 
-def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
+def attention_specs(config: Config, kinds: list[str]) -> list[AttentionSpec]:
     """The attention of each layer, from either spelling of what full layers have of their own."""
     heads, kv_heads = config.get("num_attention_heads", int), config.get("num_key_value_heads", int)
     dim, window = config.get("head_dim", int, 256), config.get("sliding_window", int)
@@ -144,7 +144,7 @@ def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
         config.get("num_global_key_value_heads", int, None),
     )
     own |= {"num_key_value_heads": count} if count is not None and k_eq_v else {}
-    listed = config.get("per_layer_config", dict, {str(i): own for i, kind in enumerate(kinds) if kind == _FULL})
+    listed = config.get("per_layer_config", dict, {str(i): own for i, kind in enumerate(kinds) if kind == FULL})
     ropes = config.get("rope_parameters", dict, _ROPES)
     mixers = []
     for i, kind in enumerate(kinds):
@@ -155,15 +155,16 @@ def _mixers(config: Config, kinds: list[str]) -> list[AttentionSpec]:
             raise ModelError(f"config.json: per_layer_config[{i}]", found=override, accepted=accepted)
         parameters = dict(ropes.get(kind) or _ROPES[kind])
         theta = float(parameters.pop("rope_theta", _ROPES[kind]["rope_theta"]))
-        rope, full = RopeSpec(size, theta, config.scaling(parameters)), kind == _FULL
+        rope, full = RopeSpec(size, theta, config.scaling(parameters)), kind == FULL
         of = dict(qk_norm=True, v_norm=True, k_eq_v=k_eq_v and full)
         mixers.append(AttentionSpec(heads, count, size, 1.0, rope, None if full else window, **of))
     return mixers
 
 
-def _layer(
+def layer_spec(
     at: str, hidden: int, mixer: AttentionSpec, item: Item, ffn: FfnSpec, moe: MoeSpec | None, width: int
 ) -> LayerSpec:
+    """One layer whose names begin with `at`; `width` of its per-layer embeddings, 0: it has none."""
     linears = parts.attention(f"{at}.self_attn", mixer, hidden) + parts.mlp(f"{at}.mlp", ffn.size, hidden)
     tensors = parts.qk_norms(f"{at}.self_attn", mixer)
     norms = {

@@ -6,7 +6,7 @@ one, and may carry a one-layer drafter (`mtp.*`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -193,8 +193,12 @@ class _Layers:
 
     def draft(self, attention: AttentionSpec) -> DraftSpec:
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        layer = self.layer("mtp.layers.0", attention, first=1)
+        carry = Ring((Plane("hidden", (self.hidden,), "activation"),), 1, 1)
         return DraftSpec(
-            layers=(self.layer("mtp.layers.0", attention, first=1),),
+            method="mtp",
+            hidden=self.hidden,
+            layers=(replace(layer, items=(*layer.items, ("carry", carry))),),
             linears=(LinearSpec("fc", (("mtp.fc", self.hidden),), 2 * self.hidden),),
             tensors=tuple(TensorSpec(f"mtp.{name}.weight", name, (self.hidden,), "plus_one") for name in names),
             prefix="mtp.",

@@ -52,6 +52,11 @@ def resolve_model(config: dict[str, Any]) -> Resolved:
     )
 
 
+def model_of(family: str) -> type[Model]:
+    """The class that runs models of a family, as their specs name it."""
+    return next(model for module, model in _FAMILIES if family in module.ARCHITECTURES.values())
+
+
 def resolve_source(source: Source) -> tuple[Resolved, Source]:
     """The spec and class for a checkpoint, and the checkpoint under the names that the spec uses."""
     resolved = resolve_model(source.config)

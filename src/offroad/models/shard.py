@@ -33,8 +33,7 @@ def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
     layers = tuple(_layer(i, layer, ranks) for i, layer in enumerate(spec.layers))
     vocab = _divided("vocab_size", spec.vocab, ranks)
     head = None if spec.head is None else replace(spec.head, parts=((spec.head.parts[0][0], vocab),))
-    draft = spec.draft and replace(spec.draft, layers=tuple(_layer(0, layer, ranks) for layer in spec.draft.layers))
-    return replace(spec, layers=layers, head=head, vocab=vocab, draft=draft)
+    return replace(spec, layers=layers, head=head, vocab=vocab)
 
 
 def _divided(what: str, count: int, ranks: int) -> int:

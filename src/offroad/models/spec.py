@@ -8,7 +8,7 @@ a `Ring` in the sequence's slot, or `Shared` with another layer.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -202,13 +202,14 @@ class TensorSpec:
     """One unpacked tensor: its name in the checkpoint (Hugging Face names), where it goes, and how it is changed.
 
     `transform` "plus_one": the checkpoint holds w and the model multiplies by 1 + w (a source may say that it has
-    added the one already, see `Source.conventions`); "matrix": all dimensions but the first become one.
+    added the one already, see `Source.conventions`); "matrix": all dimensions but the first become one; "index": whole
+    numbers from 0 to below their count, kept as int64.
     """
 
     name: str
     target: str
     shape: tuple[int, ...]
-    transform: Literal["", "plus_one", "matrix"] = ""
+    transform: Literal["", "plus_one", "matrix", "index"] = ""
 
 
 @dataclass(frozen=True)
@@ -226,20 +227,45 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A drafter that comes with the checkpoint: its layers, and what stands outside them. `prefix`: how the names of
-    all its tensors begin; a checkpoint with one of them must have all."""
+    """A drafter: its layers, and what stands outside them. `prefix`: how the names of all its tensors begin; a
+    checkpoint with one of them must have all. `method`: what proposes with it (see `offroad.speculate`).
 
+    A drafter that is a whole model has a linear "embed" (and "head", unless that is tied to it) and computes with its
+    own `norm_eps`, `embed_scale` and `logit_softcap`; others take the model's. `family` says whose forward pass it is.
+    It drafts for positions below `max_len`; None: for all. `clusters`: how many clusters of tokens its head scores; 0:
+    it scores all tokens.
+    """
+
+    method: str
+    hidden: int
     layers: tuple[LayerSpec, ...]
     linears: tuple[LinearSpec, ...]
     tensors: tuple[TensorSpec, ...]
     prefix: str
+    family: str = ""
+    norm_eps: float | None = None
+    embed_scale: float = 1.0
+    logit_softcap: float | None = None
+    max_len: int | None = None
+    clusters: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a model of its own, with an embedding and a head."""
+        return any(linear.name == "embed" for linear in self.linears)
+
+    @property
+    def tied(self) -> bool:
+        """Whether its embedding is its head too."""
+        return self.whole and all(linear.name != "head" for linear in self.linears)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The whole model. `tensors` and `linears` are those outside layers; `head` None means tied to the embedding.
 
-    `prefixes`: beginnings of checkpoint names and what stands for them in this spec, tried in order.
+    `prefixes`: beginnings of checkpoint names and what stands for them in this spec, tried in order. `draft` is the
+    drafter that may be used; `drafted` says how many of `layers`, the last ones, are the drafter's.
     """
 
     family: str
@@ -253,6 +279,7 @@ class ModelSpec:
     head: LinearSpec | None = None
     linears: tuple[LinearSpec, ...] = ()
     draft: DraftSpec | None = None
+    drafted: int = 0
     embed_scale: float = 1.0
     logit_softcap: float | None = None
     ignored: tuple[str, ...] = field(default=())  # checkpoint tensors that are known and not used (regular expressions)
@@ -262,3 +289,14 @@ class ModelSpec:
     @property
     def embedding(self) -> LinearSpec:
         return LinearSpec("embed", ((self.embed, self.vocab),), self.hidden, op="embed")
+
+    @property
+    def own(self) -> int:
+        """How many layers are the model's own."""
+        return len(self.layers) - self.drafted
+
+    def with_drafter(self) -> ModelSpec:
+        """The model with its drafter's layers behind its own: what is planned, loaded and remembered."""
+        assert self.draft is not None, "there is a drafter"
+        assert not self.drafted, "a drafter is joined once"
+        return replace(self, layers=self.layers + self.draft.layers, drafted=len(self.draft.layers))

@@ -25,10 +25,11 @@ def attention(
     """Causal attention of each row's tokens over its older rows in pages and its own fresh rows; stores the fresh ones.
 
     q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads * dim]. A query at position p sees the
-    positions (p - window, p]. Rows before `start` come from pages, rows of this step from `k` and `v`: in a window
-    layer a late token of a chunk may already have no block. Then the fresh rows are written where the table has a
-    block (column value above 0). A reader of another layer's item stores nothing; without k and v all its keys come
-    from pages, where the other layer has put this step's rows too. Scores and softmax in fp32.
+    positions (p - window, p] that are not below the view's `first`. Rows before `start` come from pages, rows of this
+    step from `k` and `v`: in a window layer a late token of a chunk may already have no block. Then the fresh rows are
+    written where the table has a block (column value above 0). A reader of another layer's item stores nothing;
+    without k and v all its keys come from pages, where the other layer has put this step's rows too. Scores and
+    softmax in fp32.
     """
     out = torch.empty_like(q)
     for slot, start, width, offset in zip(rows.slot, rows.start, rows.width, rows.offset, strict=True):
@@ -45,7 +46,7 @@ def visible_rows(
     k: torch.Tensor | None, v: torch.Tensor | None, view: PagedView, slot: int, start: int, span: slice
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """(first position, keys, values [n, kv_heads, dim]) that the tokens `span` of a row can see."""
-    first = max(0, start - view.window + 1) if view.window else 0
+    first = max(view.first, start - view.window + 1) if view.window else view.first
     if k is None:
         return first, *gather(view, slot, first, start + span.stop - span.start)
     old_k, old_v = gather(view, slot, first, start)

@@ -32,6 +32,7 @@ class PartsKernel:
     op: str
     function: Bound
     reference: bool = False
+    capturable: bool = True  # if its parts are
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         return Verdict(True, "each part by the kernel of its own cell", cost=10.0)

@@ -74,8 +74,10 @@ class LayerOps:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated; no k
         and v in a layer that reads another's."""
         tensors = self.tensors
+        # A drafter of another family may have the other kind of rope.
+        positions = rows.positions if self.mixer.rope.sections is None else rows.rope_positions
         return self.bounds["qkv_rope"](
-            qkv, rows.rope_positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
+            qkv, positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
         )
 
     def attention(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rows: Rows) -> torch.Tensor:
@@ -127,8 +129,8 @@ def _unobserved(layer: int, residual: torch.Tensor) -> None:
 
 @dataclass
 class Ops:
-    """All ops of one phase. `model` holds the tensors outside layers; `observe(layer, residual)` is called after each
-    layer (used to find the layer that made a non-finite value)."""
+    """All ops of one phase. `model` holds the tensors outside layers, for a drafter `drafter` its own;
+    `observe(layer, residual)` is called after each layer (used to find the layer that made a non-finite value)."""
 
     layers: list[LayerOps]
     model: LayerOps
@@ -136,6 +138,7 @@ class Ops:
     dtype: torch.dtype
     logit_softcap: float | None = None
     observe: Callable[[int, torch.Tensor], None] = field(default=_unobserved)
+    drafter: LayerOps | None = None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Scaled embeddings, [tokens, hidden]."""

@@ -8,7 +8,7 @@ from math import prod
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
-from offroad.ops.cells import MODEL, Cell, Choice
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
@@ -48,6 +48,7 @@ class Memory:
     slots: int
     checkpoint_bytes: int
     checkpoints: int
+    graphs: int = 0
 
     @property
     def kv(self) -> int:
@@ -59,7 +60,7 @@ class Memory:
 
     @property
     def used(self) -> int:
-        return self.weights + self.workspace + self.tables + self.kv + self.states
+        return self.weights + self.workspace + self.tables + self.kv + self.states + self.graphs
 
     @property
     def headroom(self) -> int:
@@ -122,15 +123,18 @@ def packed_bytes(spec: ModelSpec, headers: Headers, cells: dict[Cell, Choice], d
     """
     outside = [spec.embedding, *spec.linears, *([spec.head] if spec.head else [])]
     linears = [(MODEL, linear) for linear in outside]
+    if spec.drafted and spec.draft is not None:
+        linears += [(DRAFTER, linear) for linear in spec.draft.linears]
     linears += [(i, linear) for i, layer in enumerate(spec.layers) for linear in layer.linears]
     keys = {Cell(i, linear.use, "decode"): linear for i, linear in linears}
     return {cell: _packed_bytes(cells[cell], linear, headers, dtype) for cell, linear in keys.items()}
 
 
 def tensor_bytes(spec: ModelSpec) -> int:
-    """Bytes of the tensors outside linears, in fp32."""
+    """Bytes of the tensors outside linears: fp32, indices int64."""
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
-    return sum(4 * prod(tensor.shape) for tensor in tensors)
+    tensors += spec.draft.tensors if spec.drafted and spec.draft is not None else ()
+    return sum((8 if tensor.transform == "index" else 4) * prod(tensor.shape) for tensor in tensors)
 
 
 def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: str) -> int:
@@ -149,6 +153,12 @@ def _width(kind: str, layout: str, k: int) -> float:
     if family in ITEMSIZE_OF_KIND:
         return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
     group = 32 if family == "gguf" else group_of(kind, k)
+    if layout.startswith("triton."):  # scales in 16 bits, and as many minima; of fp8 and of GGUF's kinds in 32
+        code = 0.5 if layout == "triton.w4" else 1.0
+        return code + (4 if family == "fp8" else 2 if family == "fp4" else 8 if family == "gguf" else 4) / group
+    if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
+        four_bits = layout_of((kind,)) in ("affine4", "fp4")
+        return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group
     if family == "fp4":
@@ -190,9 +200,18 @@ def _checkpoints(spec: ModelSpec, settings: Settings, each: int, room: int) -> i
 
 
 def divide(
-    spec: ModelSpec, device: DeviceProfile, settings: Settings, weights: int, dtypes: Dtypes, block: int, k: int
+    spec: ModelSpec,
+    device: DeviceProfile,
+    settings: Settings,
+    weights: int,
+    dtypes: Dtypes,
+    block: int,
+    k: int,
+    graphs: int = 0,
 ) -> Budget:
-    """Divides the memory among weights, slots, windows, checkpoints and history. Raises PlanError with both numbers."""
+    """Divides the memory among weights, slots, windows, checkpoints and history; `graphs` bytes are taken already.
+
+    Raises PlanError with both numbers."""
     if settings.max_model_len > spec.max_len:
         raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
@@ -206,7 +225,7 @@ def divide(
     # what is not in use keeps the windows of marks for later prefix hits.
     window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
     tables = _table_bytes(spec, wanted + k + 1, slots, block)
-    fixed = weights + workspace + tables + slots * slot + window_blocks * window
+    fixed = weights + graphs + workspace + tables + slots * slot + window_blocks * window
     room = budget - fixed
     limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
     if settings.kv_cache_memory_bytes:
@@ -244,5 +263,6 @@ def divide(
         slots,
         each,
         places,
+        graphs,
     )
     return Budget(memory, max_len, notes)

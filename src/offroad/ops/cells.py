@@ -8,19 +8,20 @@ from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import SettingsError
-from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
+from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged
 from offroad.ops.spec import Kernel, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
 PHASES = ("prefill", "decode")
 MODEL = -1  # the layer number of what stands outside layers
+DRAFTER = -2  # the same of the drafter
 
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One thing to be computed: `op` of layer `layer` (MODEL: outside layers) in `phase`; "op:name" where a layer has
-    several, as "linear:qkv"."""
+    """One thing to be computed: `op` of layer `layer` (MODEL, DRAFTER: outside layers) in `phase`; "op:name" where a
+    layer has several, as "linear:qkv"."""
 
     layer: int
     op: str
@@ -82,9 +83,24 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
             yield weight(i, linear)
         for cell, sizes, features in _layer_ops(layer, block):
             yield from both(i, cell, sizes, features)
-    sandwich = any(t.target == "post_mlp_norm" for t in spec.layers[0].tensors)
-    for op in ("norm", "sandwich_norm" if sandwich else "add_norm"):
+    for op in _norms(spec.layers[0]):
         yield from both(MODEL, op, {"hidden": spec.hidden})
+    if spec.drafted and spec.draft is not None:
+        for linear in spec.draft.linears:
+            both_ends = spec.draft.tied and linear.name == "embed"
+            yield weight(DRAFTER, linear, ("embed", "linear:head") if both_ends else ())
+        for op in _norms(spec.layers[-1]):
+            yield from both(DRAFTER, op, {"hidden": spec.draft.hidden})
+
+
+def outside(spec: ModelSpec, layer: int) -> int:
+    """Where the ops stand that a layer shares with others: MODEL or DRAFTER."""
+    return MODEL if layer < spec.own else DRAFTER
+
+
+def _norms(layer: LayerSpec) -> tuple[str, str]:
+    sandwich = any(tensor.target == "post_mlp_norm" for tensor in layer.tensors)
+    return "norm", "sandwich_norm" if sandwich else "add_norm"
 
 
 Needs = tuple[str, dict[str, int], tuple[str, ...]]  # a cell's op, its sizes and its features
@@ -131,6 +147,8 @@ def _attention(layer: LayerSpec, block: int) -> tuple[dict[str, int], tuple[str,
         features.append("softcap")
     if not mixer.own_kv:
         features.append("pages_only")
+    if any(isinstance(item, Paged) and item.first for _, item in layer.items):
+        features.append("first")
     return sizes, tuple(features)
 
 
@@ -139,8 +157,9 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
 
     Chunks' attention stands beside a step's verify rows, so a prefill block needs both attention kernels.
     """
-    residual = ["sandwich_norm" if Cell(MODEL, "sandwich_norm", "decode") in cells else "add_norm"]
     for i, layer in enumerate(spec.layers):
+        residual = [_norms(layer)[1]]
+        shared = outside(spec, i)
         gate = ("output_gate",) if isinstance(layer.mixer, AttentionSpec) and layer.mixer.output_gate else ()
         parts_of = {
             "attention_block": ("linear:qkv", "qkv_rope", "attention", *gate, "linear:o"),
@@ -152,13 +171,13 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
                 if (op, phase) == ("attention_block", "prefill"):
                     parts.append(("attention", "decode"))
                 found = tuple(
-                    (part if at == phase else f"{part}.{at}", _kernel(cells, i, part, at)) for part, at in parts
+                    (part if at == phase else f"{part}.{at}", _kernel(cells, i, shared, part, at)) for part, at in parts
                 )
                 yield Group(((Cell(i, op, phase), Problem(op, phase, dtype, parts=found)),))
 
 
-def _kernel(cells: dict[Cell, Choice], layer: int, op: str, phase: str) -> str:
-    choice = cells.get(Cell(layer, op, phase)) or cells[Cell(MODEL, op, phase)]
+def _kernel(cells: dict[Cell, Choice], layer: int, shared: int, op: str, phase: str) -> str:
+    choice = cells.get(Cell(layer, op, phase)) or cells[Cell(shared, op, phase)]
     return choice.kernel
 
 

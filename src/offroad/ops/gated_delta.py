@@ -5,8 +5,9 @@ Formulas: Yang et al., "Gated Delta Networks" (2024), as Qwen3.5 uses them. All 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.nn.functional import pad, silu, softplus
 
@@ -49,6 +50,11 @@ def gated_delta(
     position 0), writes those of its tokens that the rings have room for. Verify rows take the recurrent form and leave
     a state for every token; chunks take the chunked form and leave their last state.
     """
+    if int(rows.width.sum()) < len(qkvz):  # tokens of no row: a step of fixed size that is not full
+        inner, picked = _without_gaps(rows, qkvz.device)
+        out = torch.zeros((len(qkvz), spec.value_width), dtype=qkvz.dtype, device=qkvz.device)
+        out[picked] = gated_delta(qkvz[picked], ba[picked], conv, state, inner, spec, weights, eps)
+        return out
     raw, z = qkvz.split((spec.channels, spec.value_width), dim=-1)
     mixed = silu(convolve(raw, conv, rows, weights.conv)).to(qkvz.dtype)
     q, k, v = _heads(mixed, spec)
@@ -68,6 +74,14 @@ def gated_delta(
     normed = norm(out.to(qkvz.dtype), None, eps) * weights.norm
     gate = z.float().view_as(normed)
     return (normed * (silu(gate) if spec.gate == "silu" else gate.sigmoid())).to(qkvz.dtype).flatten(1)
+
+
+def _without_gaps(rows: Rows, device: torch.device) -> tuple[Rows, torch.Tensor]:
+    """(the rows with their tokens side by side, where those stand)."""
+    offset = (rows.width.cumsum() - rows.width).astype(np.int32)
+    picked = np.arange(rows.width.sum()) + np.repeat(rows.offset - offset, rows.width)
+    inner = replace(rows, offset=offset, offset_t=torch.from_numpy(offset).to(device))
+    return inner, torch.from_numpy(picked).to(device)
 
 
 def convolve(raw: torch.Tensor, ring: RingView, rows: Rows, weight: torch.Tensor) -> torch.Tensor:

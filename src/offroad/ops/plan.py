@@ -18,11 +18,12 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
-from offroad.ops.cells import MODEL, Cell, Choice, Resolver, block_groups, groups
+from offroad.ops.capture import GraphPlan, plan_graphs
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
-from offroad.speculate.config import Speculation, speculation
+from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
@@ -55,6 +56,7 @@ class Plan:
     drafter: Speculation | None
     notes: tuple[str, ...]
     fingerprint: str
+    graphs: GraphPlan = GraphPlan()
 
     def layout(self, layer: int, use: str) -> str:
         """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
@@ -81,7 +83,8 @@ class Plan:
             f"device          {self.device.name} ({self.device.source}), {m.total / 1024**3:.1f} GiB{each}",
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
-            *([f"drafts          {self.drafter.method}, up to {self.k} a step"] if self.drafter else []),
+            *([_drafts(self.drafter)] if self.drafter else []),
+            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -132,8 +135,22 @@ class Plan:
             "device": self.device.name,
             "memory": memory,
             "bound_tokens_per_second": bound,
+            "graphs": asdict(self.graphs),
             "cells": cells_json(self.cells),
         }
+
+
+def _drafts(drafter: Speculation) -> str:
+    return (
+        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
+    )
+
+
+def _graphs(graphs: GraphPlan) -> str:
+    if not graphs.rows:
+        return f"none: {graphs.reason}"
+    rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
+    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -162,9 +179,9 @@ def _grouped(cells: dict[Cell, Choice]) -> list[tuple[str, str, list[int], Choic
 
 
 def layer_ranges(layers: list[int]) -> str:
-    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model` for what stands outside layers."""
-    if layers == [MODEL]:
-        return "model"
+    """`0-2,4` for [0, 1, 2, 4], `3,7,..63` for every fourth; `model`, `drafter` for what stands outside layers."""
+    if layers[0] in (MODEL, DRAFTER):
+        return "drafter" if layers == [DRAFTER] else "model" if layers == [MODEL] else "model, drafter"
     parts: list[list[int]] = []
     for layer in layers:
         if parts and layer == parts[-1][1] + 1:
@@ -275,7 +292,8 @@ def plan(
     dtype, kv_dtype, notes = choose_dtypes(config_dtype, device, settings)
     notes += _scale_notes(kv_dtype, kv_scaled)
     ranks = settings.tensor_parallel_size
-    spec = shard(spec, ranks)
+    drafter = chosen(speculation(settings.speculative_config), spec, headers)
+    spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     cells: dict[Cell, Choice] = {}
@@ -290,12 +308,12 @@ def plan(
             accepted="a kernel for every layer, op and phase",
             next="--allow-reference runs them slowly; or choose another dtype or device",
         )
-    drafter = speculation(settings.speculative_config)
     k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k, graphs.nbytes)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
@@ -315,6 +333,7 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
+        graphs=graphs,
         memory=divided.memory,
         drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *divided.notes),

@@ -23,6 +23,11 @@ from offroad.ops import (
 )
 from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
+from offroad.triton_kernels import attention as triton_attention
+from offroad.triton_kernels import delta as triton_delta
+from offroad.triton_kernels import linear as triton_linear
+from offroad.triton_kernels import rows as triton_rows
+from offroad.triton_kernels.linear_pack import PACKERS as TRITON_PACKERS
 
 
 @cache
@@ -34,6 +39,10 @@ def default_registry() -> Registry:
             registry.add_op(op)
     cpu_kernels.register(registry)
     torch_kernels.register(registry)
+    triton_attention.register(registry)
+    triton_linear.register(registry)
+    triton_rows.register(registry)
+    triton_delta.register(registry)
     cuda_kernels.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
@@ -43,4 +52,4 @@ def default_registry() -> Registry:
 
 def packers() -> dict[str, Callable[[Packed], Packed]]:
     """Functions that make a kernel's own weight layout from a canonical one, by layout."""
-    return CPU_PACKERS | CUDA_PACKERS
+    return CPU_PACKERS | TRITON_PACKERS | CUDA_PACKERS

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offroad.device.profile import DeviceProfile
-from offroad.models.spec import LinearSpec, ModelSpec
+from offroad.models.spec import AttentionSpec, LinearSpec, ModelSpec
 from offroad.ops.budget import Dtypes, kv_bytes_per_token, state_bytes, window_bytes
 from offroad.ops.cells import Cell
 
@@ -36,6 +36,61 @@ class Reads:
         return self.shared + self.experts * (1 - (1 - self.chosen) ** tokens)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Bytes and operations of a rank's steps, and the device's rates.
+
+    `head`: operations of one token's logits, which `per_token` has too; `history` and `windows`: bytes of keys and
+    values by token of context, and of whole windows, the widest of which has `widest` tokens; `attention`: operations
+    of a query and a key, in full layers and in those with a window; `state`: bytes of a row's recurrent states.
+    """
+
+    reads: Reads
+    per_token: float
+    head: float
+    history: int
+    windows: int
+    widest: int
+    attention: tuple[float, float]
+    state: int
+    bandwidth: float
+    rate: float
+
+    def decode(self, rows: int, context: int) -> float:
+        """Seconds of a step of `rows` tokens, each of its own sequence with `context` tokens."""
+        seen = self.windows * min(1.0, context / self.widest) if self.widest else 0.0
+        each = self.history * context + seen + 2 * self.state
+        return max((self.reads.of(rows) + rows * each) / self.bandwidth, rows * self.per_token / self.rate)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of one prompt of `tokens`, with logits of its last token: operations, causal attention among them."""
+        full, windowed = self.attention
+        span = min(tokens, self.widest)
+        pairs = full * tokens * tokens / 2 + windowed * (tokens * span - span * span / 2)
+        return ((self.per_token - self.head) * tokens + self.head + pairs) / self.rate
+
+
+def costs(spec: ModelSpec, packed: dict[Cell, int], device: DeviceProfile, dtypes: Dtypes) -> Costs | None:
+    """The costs for a rank's spec, whose weights take `packed` bytes by decode cell; None: the profile has no rates."""
+    rate = dict(device.flops).get(dtypes.activation)
+    if not rate or not device.bandwidth:
+        return None
+    mixers = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)]
+    pairs = [(4.0 * mixer.heads * mixer.head_dim, mixer.window) for mixer in mixers]
+    return Costs(
+        reads=_reads(spec, packed),
+        per_token=2.0 * _active(spec),
+        head=2.0 * spec.vocab * spec.hidden,
+        history=kv_bytes_per_token(spec, dtypes),
+        windows=window_bytes(spec, dtypes),
+        widest=max((mixer.window or 0 for mixer in mixers), default=0),
+        attention=(sum(n for n, window in pairs if not window), sum(n for n, window in pairs if window)),
+        state=state_bytes(spec, dtypes, 0),
+        bandwidth=device.bandwidth,
+        rate=rate,
+    )
+
+
 def roofline(
     spec: ModelSpec,
     packed: dict[Cell, int],
@@ -44,20 +99,11 @@ def roofline(
     sequences: int,
 ) -> Roofline | None:
     """The bound for a rank's spec, whose weights take `packed` bytes by decode cell; None: the profile has no rates."""
-    rate = dict(device.flops).get(dtypes.activation)
-    if not rate or not device.bandwidth:
+    found = costs(spec, packed, device, dtypes)
+    if found is None:
         return None
-    reads = _reads(spec, packed)
-    per_token = 2.0 * _active(spec)
-    kv, window = kv_bytes_per_token(spec, dtypes), window_bytes(spec, dtypes)
-    widest = max((layer.mixer.window or 0 for layer in spec.layers if hasattr(layer.mixer, "window")), default=0)
-    seen = window * min(1.0, CONTEXT / widest) if widest else 0.0
-    each = kv * CONTEXT + seen + 2 * state_bytes(spec, dtypes, 0)
-
-    def step(tokens: int) -> float:
-        return max((reads.of(tokens) + tokens * each) / device.bandwidth, tokens * per_token / rate)
-
-    return Roofline(1 / step(1), sequences / step(sequences), rate / per_token)
+    alone, together = found.decode(1, CONTEXT), found.decode(sequences, CONTEXT)
+    return Roofline(1 / alone, sequences / together, found.rate / found.per_token)
 
 
 def _reads(spec: ModelSpec, packed: dict[Cell, int]) -> Reads:

@@ -66,7 +66,11 @@ Bound = Callable[..., Any]
 
 
 class Kernel(Protocol):
-    """A kernel's needs are data: `check` imports no toolchain and touches no device; `prepare` may compile."""
+    """A kernel's needs are data: `check` imports no toolchain and touches no device; `prepare` may compile.
+
+    A kernel may have `capturable`, which says that a CUDA graph can hold its calls: of a step's values it reads what
+    lies on the device only, and it waits for nothing. Without it, it is not.
+    """
 
     name: str
     op: str
@@ -92,6 +96,10 @@ class Registry:
         assert kernel.name not in self.kernels, kernel.name
         assert kernel.op in self.ops, kernel.op
         self.kernels[kernel.name] = kernel
+
+    def capturable(self, name: str) -> bool:
+        """Whether a CUDA graph can hold the kernel."""
+        return getattr(self.kernels[name], "capturable", False)
 
     def candidates(self, op: str) -> list[Kernel]:
         return [kernel for kernel in self.kernels.values() if kernel.op == op]

@@ -15,12 +15,15 @@ from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import layout_of
 from offroad.run.rows import PagedView, Rows
 
+_HOST_OPS = frozenset({"attention", "gated_delta", "grouped_linear"})  # references that loop over rows or experts
+
 REFERENCE_COST, TORCH_COST, WIDENED_COST = 1000.0, 100.0, 2000.0
 
 
 @dataclass(frozen=True)
 class TorchKernel:
-    """A kernel that is a Python function over tensors; `test` refuses problems it does not take."""
+    """A kernel that is a Python function over tensors; `test` refuses problems it does not take. `capturable`: a CUDA
+    graph can hold it."""
 
     name: str
     op: str
@@ -30,6 +33,7 @@ class TorchKernel:
     test: Callable[[DeviceProfile, Problem], Verdict] = field(
         default=lambda device, problem: Verdict(True, "plain torch")
     )
+    capturable: bool = False
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         verdict = self.test(device, problem)
@@ -106,7 +110,8 @@ def register(registry: Registry) -> None:
             if op.name in ("linear", "embed", "grouped_linear")
             else TorchKernel.__dataclass_fields__["test"].default
         )
-        registry.add(TorchKernel(f"torch.reference_{op.name}", op.name, op.reference, REFERENCE_COST, True, test))
-    registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense))
-    registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense))
+        name, fixed = f"torch.reference_{op.name}", op.name not in _HOST_OPS
+        registry.add(TorchKernel(name, op.name, op.reference, REFERENCE_COST, True, test, fixed))
+    registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense, capturable=True))
+    registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense, capturable=True))
     registry.add(TorchKernel("torch.sdpa", "attention", sdpa_attention, test=_sdpa))

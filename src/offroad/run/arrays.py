@@ -11,6 +11,7 @@ from offroad.models.spec import AttentionSpec, Item, ModelSpec, Ring, Shared
 from offroad.ops.budget import Dtypes
 from offroad.ops.plan import SCALED, Plan
 from offroad.run.rows import PagedView, RingView, Rows, View
+from offroad.run.transfer import Upload
 from offroad.schedule.step import Kind, Step, Table
 from offroad.weights.kv_scales import Scales
 
@@ -28,15 +29,16 @@ class Arrays:
     def __init__(
         self, plan: Plan, spec: ModelSpec, device: torch.device, kv_scales: list[Scales | None] | None = None
     ) -> None:
-        slots, self.device = plan.memory.slots, device
-        self.k = plan.k
+        slots, self.device, self.upload = plan.memory.slots, device, Upload(device)
+        self.k, self.tapped = plan.k, plan.drafter is not None and plan.drafter.tapped
         self.columns = -(-(plan.max_len + plan.k + 1) // plan.block) + 1
         self.tokens = torch.zeros((slots, plan.max_len + plan.k + 1), dtype=torch.int64, device=device)
         # On a CPU the same memory as an array: indexing it costs less than half of what a tensor's does.
         self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
         self.drafted = np.zeros(slots, np.int64)
-        self.tables = {t: torch.zeros((slots, self.columns), dtype=torch.int32, device=device) for t in Table}
+        self.all_tables = torch.zeros((len(Table), slots, self.columns), dtype=torch.int32, device=device)
+        self.tables = {t: self.all_tables[int(t)] for t in Table}
         self.streams = any(
             isinstance(layer.mixer, AttentionSpec) and layer.mixer.rope.sections for layer in spec.layers
         )
@@ -45,16 +47,17 @@ class Arrays:
         self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
         scaled = kv_scales if plan.kv_dtype == SCALED and kv_scales else [None] * len(spec.layers)
         for layer, scales in zip(spec.layers, scaled, strict=True):
-            views = {name: self._view(plan, dtypes, name, item) for name, item in layer.items}
+            window = layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
+            views = {name: self._view(plan, dtypes, name, item, window) for name, item in layer.items}
             if scales is not None and isinstance(views.get("kv"), PagedView):
                 views["kv"] = replace(views["kv"], k_scale=scales[0], v_scale=scales[1])
             self.views.append(views)
 
-    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item) -> View:
+    def _view(self, plan: Plan, dtypes: Dtypes, name: str, item: Item, window: int | None) -> View:
         if isinstance(item, Shared):
             source = self.views[item.layer][name]
             assert isinstance(source, PagedView)
-            return replace(source, writable=False)
+            return replace(source, writable=False, window=window)
         if isinstance(item, Ring):
             return self._ring(plan, dtypes, item)
         assert item.rate == 1
@@ -66,7 +69,7 @@ class Arrays:
             )
             for plane in item.planes
         }
-        return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window)
+        return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window, first=item.first)
 
     def _ring(self, plan: Plan, dtypes: Dtypes, item: Ring) -> RingView:
         [plane] = item.planes
@@ -103,32 +106,46 @@ class Arrays:
             self.length[start.slot] = start.length
             self.drafted[start.slot] = 0
         if len(step.tables):
-            edits = torch.from_numpy(step.tables.astype(np.int64))
-            for table in Table:
-                picked = edits[edits[:, 1] == int(table)].to(self.device)
-                self.tables[table][picked[:, 0], picked[:, 2]] = picked[:, 3].to(torch.int32)
+            slot, table, column, block = self.upload(np.ascontiguousarray(step.tables.T, dtype=np.int64))[0]
+            self.all_tables[table, slot, column] = block.to(torch.int32)
 
-    def put(self, slots: np.ndarray, positions: np.ndarray, drawn: torch.Tensor) -> None:
-        """Writes drawn tokens, int64 [n] on the device, at positions of slots. A sequence that is at its limit draws a
-        token that has no place: it goes to the last one, and the scheduler ends the sequence."""
+    def put(self, slots: np.ndarray, positions: np.ndarray, drawn: torch.Tensor | np.ndarray) -> None:
+        """Writes drawn tokens, int64 [n] on the device or the host, at positions of slots. A sequence that is at its
+        limit draws a token that has no place: it goes to the last one, and the scheduler ends the sequence."""
         positions = np.minimum(positions, self.tokens.shape[1] - 1)
         if self.shared is not None:
-            self.shared[slots, positions] = drawn.numpy()
+            self.shared[slots, positions] = drawn if isinstance(drawn, np.ndarray) else drawn.numpy()
             return
-        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
-        self.tokens[at[0], at[1]] = drawn
+        host = [drawn] if isinstance(drawn, np.ndarray) else []
+        slot, position, *there = self.upload(slots.astype(np.int64), positions.astype(np.int64), *host)
+        self.tokens[slot, position] = there[0] if there else drawn
 
     def rows(self, step: Step) -> Rows:
         """The step's rows as tensors. Where a row wants something, a chunk's last token is wanted, and all of a verify
         row's: its pending one and its drafts."""
         # Few operations: each runs cold after a forward pass, which has swept the CPU's caches.
-        slot, width, start = step.slot, step.width, self.length[step.slot]
+        slot, width = step.slot, step.width
         verify = int(np.count_nonzero(step.kind == _VERIFY))
         wanted_width = (step.wants > 0).astype(np.int32)
         if self.k:  # verify rows come first, and their width is a bound
             width = width.copy()
             width[:verify] = np.minimum(width[:verify], 1 + self.drafted[slot[:verify]])
             wanted_width[:verify] *= width[:verify]
+        rows = self.rows_of(slot, self.length[slot], width, verify, wanted_width)
+        if not self.tapped:
+            return rows
+        return replace(rows, wanted=torch.arange(rows.tokens, device=self.device), scored=rows.wanted)
+
+    def rows_of(
+        self,
+        slot: np.ndarray,
+        start: np.ndarray,
+        width: np.ndarray,
+        verify: int,
+        wanted_width: np.ndarray,
+        late: int = 0,
+    ) -> Rows:
+        """Rows of known tokens; int32 or int64 [rows] each. The angles are those of positions that lie `late` lower."""
         end = width.cumsum(dtype=np.int64)
         packed = np.empty((4, len(slot)), np.int32)
         packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
@@ -137,13 +154,16 @@ class Arrays:
         else:
             of_token = np.repeat(slot, width)
             positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)
-        slot_t, start_t, width_t, offset_t = torch.from_numpy(packed).to(self.device).unbind()
+        wanted = _last(end, wanted_width)
         if self.shared is not None:
-            positions_t = torch.from_numpy(positions)
+            packed_t, wanted_t = torch.from_numpy(packed), torch.from_numpy(wanted)
             ids = torch.from_numpy(self.shared[of_token, positions])
+            positions_t = torch.from_numpy(positions - late if late else positions)
         else:
-            at = torch.from_numpy(np.stack((of_token, positions))).to(self.device)
-            ids, positions_t = self.tokens[at[0], at[1]], at[1]
+            at = np.stack((of_token, positions)).astype(np.int64)
+            packed_t, wanted_t, at_t, positions_t = self.upload(packed, wanted, at, at[1] - late)
+            ids = self.tokens[at_t[0], at_t[1]]
+        slot_t, start_t, width_t, offset_t = packed_t.unbind()
         return Rows(
             ids=ids,
             positions=positions_t,
@@ -156,15 +176,26 @@ class Arrays:
             width_t=width_t,
             offset_t=offset_t,
             verify=verify,
-            wanted=torch.from_numpy(_last(end, wanted_width)).to(self.device),
+            wanted=wanted_t,
             wanted_width=wanted_width,
             streams=positions_t.expand(3, -1) if self.streams else None,
         )
+
+    def ids(self, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Tokens at positions of slots, int64 [n] on the device."""
+        if self.shared is not None:
+            return torch.from_numpy(self.shared[slots, positions])
+        at = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
+        return self.tokens[at[0], at[1]]
 
     def known(self, slot: int) -> np.ndarray:
         """Tokens of a slot up to its pending one, int64 on the host."""
         upto = int(self.length[slot]) + 1
         return self.shared[slot, :upto] if self.shared is not None else self.tokens[slot, :upto].cpu().numpy()
+
+    def room(self, slots: np.ndarray) -> np.ndarray:
+        """How many drafts of each slot there is a place for, int64."""
+        return np.minimum(self.k, self.tokens.shape[1] - 1 - self.length[slots])
 
     def draft(self, slot: int, ids: np.ndarray) -> None:
         """Puts drafts behind the pending token of a slot; those beyond the longest context have no place."""

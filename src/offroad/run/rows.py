@@ -27,8 +27,9 @@ class Rows:
     width_t: torch.Tensor
     offset_t: torch.Tensor
     verify: int
-    wanted: torch.Tensor  # int64 [n]: tokens whose logits are needed
-    wanted_width: np.ndarray  # int32 [rows]: how many of each row's last tokens those are
+    wanted: torch.Tensor  # int64 [n]: tokens whose hidden states leave the model
+    wanted_width: np.ndarray  # int32 [rows]: how many of each row's last tokens are scored, that is get logits
+    scored: torch.Tensor | None = None  # int64: which of the wanted ones those are; None: all
     streams: torch.Tensor | None = None  # int64 [3, tokens]: positions in time, height and width, where a rope has them
 
     @property
@@ -73,6 +74,8 @@ class Rows:
 
     def narrow(self) -> Rows:
         """The wanted tokens alone, as verify rows: for layers that store nothing, whose keys are all in pages."""
+        if self.verify == len(self.slot) and len(self.wanted) == self.tokens:
+            return self
         picked = np.flatnonzero(self.wanted_width)
         width = self.wanted_width[picked]
         start = self.start[picked] + self.width[picked] - width
@@ -99,7 +102,7 @@ class PagedView:
     """An item's pages as a kernel sees them: `k`, `v` [blocks, block, kv_heads, head_dim] (rows by position), `table`
     int32 [slots, columns]; block 0 is the bin: a column that holds 0 stores nothing that is ever read. `writable` is
     False for a reader of another layer's item. Stored numbers of 8 bits are multiplied by `k_scale`, `v_scale` fp32
-    [kv_heads]; None: 1."""
+    [kv_heads]; None: 1. Positions below `first` have no row."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -109,6 +112,7 @@ class PagedView:
     writable: bool = True
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import replace
 
@@ -9,33 +10,25 @@ import numpy as np
 import torch
 
 from offroad.models.registry import Model
-from offroad.models.spec import AttentionSpec, ModelSpec
-from offroad.ops.bound import LayerOps, Ops
-from offroad.ops.cells import MODEL, PHASES, Cell
+from offroad.models.spec import ModelSpec
+from offroad.ops.bound import Ops
+from offroad.ops.cells import Cell
 from offroad.ops.plan import Plan
-from offroad.ops.rope import rope_table
-from offroad.ops.spec import Bound, Registry
+from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
+from offroad.run.bind import Bounds
+from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.rows import Rows
+from offroad.run.transfer import Download
 from offroad.sample.logprobs import logprobs
 from offroad.sample.sampler import Sampler
 from offroad.schedule.step import Logprobs, Step, StepResult, Want
-from offroad.speculate.ngram import propose
+from offroad.speculate.make import make_drafting
+from offroad.speculate.proposer import Device, Turn
+from offroad.triton_kernels.draw import fused_draw
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
-
-
-def prepare(plan: Plan, registry: Registry) -> dict[Cell, Bound]:
-    """Compiles and binds the kernel of every cell; equal problems share one."""
-    made: dict[tuple, Bound] = {}
-    bounds = {}
-    for cell, choice in plan.cells.items():
-        key = (choice.kernel, choice.problem)
-        if key not in made:
-            made[key] = registry.kernels[choice.kernel].prepare(plan.device, choice.problem)
-        bounds[cell] = made[key]
-    return bounds
 
 
 class Runner:
@@ -49,125 +42,106 @@ class Runner:
         weights: Weights,
         bounds: dict[Cell, Bound],
         device: torch.device,
+        recorder: Recorder | None = None,
     ) -> None:
+        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        self.sampler = Sampler(plan.memory.slots, spec.vocab, device)
-        mixers = [layer.mixer for layer in spec.layers]
-        ropes = dict.fromkeys(mixer.rope for mixer in mixers if isinstance(mixer, AttentionSpec))
-        self.rope = {rope: rope_table(rope, plan.max_len + plan.k + 1, device) for rope in ropes}
-        self.ops = {phase: self._bind(spec, weights, bounds, phase) for phase in PHASES}
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
+        bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
+        self.ops = bound.model()
+        self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
         self.results: deque[StepResult] = deque()
-
-    def _bind(self, spec: ModelSpec, weights: Weights, bounds: dict[Cell, Bound], phase: str) -> Ops:
-        shared = {cell.op: bound for cell, bound in bounds.items() if cell.layer == MODEL and cell.phase == phase}
-        firsts = [loaded.tensors["input_norm"] for loaded in weights.layers]
-        following = [*firsts[1:], weights.tensors["norm"]]
-        layers = []
-        for i, (layer, loaded) in enumerate(zip(spec.layers, weights.layers, strict=True)):
-            own = {cell.op: bound for cell, bound in bounds.items() if cell.layer == i and cell.phase == phase}
-            layers.append(
-                LayerOps(
-                    shared | own,
-                    loaded.linears,
-                    loaded.tensors,
-                    spec.norm_eps,
-                    mixer=layer.mixer,
-                    ffn=layer.ffn,
-                    moe=layer.moe,
-                    rope=self.rope.get(getattr(layer.mixer, "rope", None)),
-                    views=self.arrays.views[i],
-                    attention_verify=bounds.get(Cell(i, "attention", "decode")),
-                    attention_chunk=bounds.get(Cell(i, "attention", "prefill")),
-                    following=following[i],
-                )
-            )
-        outside = {"embed": weights.embed, "head": weights.head} | weights.linears
-        model = LayerOps(shared, outside, weights.tensors, spec.norm_eps)
-        return Ops(layers, model, spec.embed_scale, getattr(torch, self.plan.dtype), spec.logit_softcap)
+        self.download = Download(device)
+        self.graphs: Graphs | None = None
+        if plan.graphs.rows:
+            self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
         """Runs the step: table edits, restores, forward, sampling, lengths, captures."""
+        began = time.perf_counter()
         self.arrays.apply(step)
         self.arrays.restore(step.restores)
         for start in step.starts:
             self.sampler.start(start)
-        rows = self.arrays.rows(step)
-        ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
-        hidden = self.model.forward(rows, ops)
+            if self.drafting is not None:
+                self.drafting.start(start)
+        ran = self.graphs.run(step) if self.graphs is not None else None
+        if ran is None:
+            rows = self.arrays.rows(step)
+            ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
+            states = self.model.forward(rows, ops)
+            ran = Forward(rows, ops, states, states if rows.scored is None else states[rows.scored])
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
-        self.results.append(self._finish(step, rows, ops, hidden))
+        result = self._finish(step, ran)
+        self.results.append(result)
+        turn = Turn(step, ran.rows, result.accepted, ran.states)
+        if self.drafting is not None:
+            self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.plan.drafter is not None:
-            self._propose(step)
+        if self.drafting is not None:
+            self.drafting.propose(turn, began)
 
     def result(self) -> StepResult:
         """The oldest step that was launched and not yet asked for."""
         return self.results.popleft()
 
-    def _finish(self, step: Step, rows: Rows, ops: Ops, hidden: torch.Tensor) -> StepResult:
+    def _finish(self, step: Step, ran: Forward) -> StepResult:
         """Samples, verifies drafts and moves lengths."""
-        count = len(step.slot)
+        count, rows, ops = len(step.slot), ran.rows, ran.ops
         arrays, wanting = self.arrays, step.wants.nonzero()[0]
         tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
         tokens.fill(-1)
         bad.fill(-1)
-        moved, chosen_logprobs, drafts = rows.width, None, 0
+        moved, chosen_logprobs = rows.width, None
         if len(wanting):
-            logits = ops.logits(hidden)
+            logits = ops.logits(ran.hidden) if ran.logits is None else ran.logits
             slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
             of_row, place = wanting, 0
-            if (drafts := len(logits) - len(wanting)) > 0:
+            if drafts := len(logits) > len(wanting):
                 of_row, place, positions = _places(rows)
                 slots = step.slot[of_row]
-            drawn = self.sampler.draw(logits, slots, positions, arrays.tokens)
-            finite = self._finite(hidden, logits, drawn)
-            if drafts > 0:
-                moved = _moved(rows, drawn)
+            drawn, ids, finite = self._drawn(ran, logits, slots, positions)
+            if drafts:
+                moved = _moved(rows, ids)
                 told = np.flatnonzero(place < moved[of_row])
-                of_row, place, slots, positions, finite = (x[told] for x in (of_row, place, slots, positions, finite))
-                drawn = drawn[torch.from_numpy(told).to(drawn.device)]
-            arrays.put(slots, positions, drawn)
-            tokens[of_row, place] = drawn.cpu().numpy()
+                of_row, place, slots, positions = (x[told] for x in (of_row, place, slots, positions))
+                drawn, ids, finite = None, ids[told], finite[told]
+                logits = logits[torch.from_numpy(told).to(logits.device)]
+            if not (ran.stored and drawn is None):
+                arrays.put(slots, positions, ids if drawn is None else drawn)
+            tokens[of_row, place] = ids
             if not finite.all():
                 broken = np.unique(of_row[~finite])
                 bad[broken] = self._bad_layers(step, broken, ops)
             if (step.wants & _LOGPROBS).any():
-                chosen_logprobs = self._logprobs(step, rows, logits, tokens)
+                chosen_logprobs = _logprobs(step, of_row, place, logits, tokens)
         arrays.length[step.slot] = rows.start + moved
-        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafts)
+        drafted = (rows.width - 1) * (np.arange(count) < rows.verify) if self.plan.k else None
+        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
 
-    def _propose(self, step: Step) -> None:
-        """Drafts for the rows whose pending token is known now."""
-        drafter = self.plan.drafter
-        for slot in step.slot[step.wants > 0].tolist():
-            ids = propose(self.arrays.known(slot), drafter.tokens, drafter.shortest, drafter.longest)
-            self.arrays.draft(slot, ids)
+    def _drawn(
+        self, ran: Forward, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[torch.Tensor | None, np.ndarray, np.ndarray]:
+        """(drawn tokens on the device, the same on the host, which rows are finite); None: a graph has drawn them.
 
-    @staticmethod
-    def _finite(hidden: torch.Tensor, logits: torch.Tensor, drawn: torch.Tensor) -> np.ndarray:
-        """Which rows are finite: a NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was
-        drawn."""
-        hidden = hidden.float()
-        if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
-            return np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(drawn)), drawn.numpy()])
-        mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
-        return np.isfinite(mark.cpu().numpy())
-
-    @staticmethod
-    def _logprobs(step: Step, rows: Rows, logits: torch.Tensor, tokens: np.ndarray) -> Logprobs:
-        """Log-probabilities of the one token of each row that asked, in the step's row numbering."""
-        asked = (step.wants & _LOGPROBS).nonzero()[0]
-        last = rows.wanted_width.cumsum()[asked] - 1
-        picked = torch.from_numpy(last).to(logits.device)
-        found = logprobs(logits[picked], torch.from_numpy(tokens[asked, 0]).to(logits.device))
-        count = len(step.slot)
-        chosen = np.zeros(count, np.float32)
-        top_ids = np.zeros((count, found.top_ids.shape[1]), np.int64)
-        top = np.zeros((count, found.top.shape[1]), np.float32)
-        chosen[asked], top_ids[asked], top[asked] = found.chosen, found.top_ids, found.top
-        return Logprobs(chosen, top_ids, top)
+        A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn. The host waits for
+        the device here, and in no other place of a step without drafts.
+        """
+        drawn = None
+        if ran.answers is not None and self.sampler.plain(slots, positions):
+            answers = self.download(ran.answers)[ran.live]
+        else:
+            drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens)
+            hidden = ran.hidden.float()
+            if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
+                ids = drawn.numpy()
+                return drawn, ids, np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(ids)), ids])
+            mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+            answers = self.download(torch.where(torch.isfinite(mark), drawn, ~drawn))
+        finite = answers >= 0
+        return drawn, np.where(finite, answers, ~answers), finite
 
     def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
         """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
@@ -201,11 +175,11 @@ def _places(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return of_row, place, first[of_row].astype(np.int64) + place
 
 
-def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
+def _moved(rows: Rows, drawn_ids: np.ndarray) -> np.ndarray:
     """By how much each row's length moves: a chunk by its width, a verify row by 1 and the drafts before the first one
     that is not what was drawn for its position."""
     moved = rows.width.copy()
-    ids, drawn_ids = rows.ids.cpu().numpy(), drawn.cpu().numpy()
+    ids = rows.ids.cpu().numpy()
     first = rows.wanted_width.cumsum() - rows.wanted_width
     for row in range(rows.verify):
         drafts = rows.width[row] - 1
@@ -213,3 +187,19 @@ def _moved(rows: Rows, drawn: torch.Tensor) -> np.ndarray:
         wrong = np.flatnonzero(ids[offset + 1 : offset + 1 + drafts] != drawn_ids[first[row] : first[row] + drafts])
         moved[row] = 1 + (wrong[0] if len(wrong) else drafts)
     return moved
+
+
+def _logprobs(
+    step: Step, of_row: np.ndarray, place: np.ndarray | int, logits: torch.Tensor, tokens: np.ndarray
+) -> Logprobs:
+    """Log-probabilities of the tokens of rows that asked; `of_row` and `place` say where each row of logits belongs in
+    `tokens` [rows, k + 1]."""
+    asked = np.flatnonzero(step.wants[of_row] & _LOGPROBS)
+    at = of_row[asked], np.broadcast_to(place, of_row.shape)[asked]
+    chosen = torch.from_numpy(tokens[at]).to(logits.device)
+    found = logprobs(logits[torch.from_numpy(asked).to(logits.device)], chosen)
+    best = found.top_ids.shape[1]
+    values = np.zeros(tokens.shape, np.float32)
+    top_ids, top = np.zeros((*tokens.shape, best), np.int64), np.zeros((*tokens.shape, best), np.float32)
+    values[at], top_ids[at], top[at] = found.chosen, found.top_ids, found.top
+    return Logprobs(values, top_ids, top)

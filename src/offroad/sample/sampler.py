@@ -7,6 +7,7 @@ row order and drafts have no part in it (noise.py, choose.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from offroad.schedule.step import Start
 
 # Elements of logits that are filtered at once on an accelerator: bounds the memory of sorting and noise to ~100 MB.
 _DENSE_ELEMENTS = 2**21
+Plain = Callable[[Tensor, Filters], Tensor]
 _NEVER = np.iinfo(np.int64).max  # a position that no sequence reaches
 
 
@@ -25,11 +27,12 @@ class Sampler:
     """Draws tokens for up to `slots` sequences over `vocab` logits on `device`.
 
     Order, as in vLLM: min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p, draw. Greedy rows take the
-    largest adjusted logit, the lowest id of equal ones.
+    largest adjusted logit, the lowest id of equal ones. `plain`: what draws rows without top_k and top_p on an
+    accelerator; the same tokens as `choose_dense`, which does it if there is none.
     """
 
-    def __init__(self, slots: int, vocab: int, device: torch.device | str) -> None:
-        self.vocab, self.device = vocab, torch.device(device)
+    def __init__(self, slots: int, vocab: int, device: torch.device | str, plain: Plain | None = None) -> None:
+        self.vocab, self.device, self._plain = vocab, torch.device(device), plain
         self._greedy = np.ones(slots, bool)
         # First positions whose logits are taken as they are, and of those whose best is drawn.
         self._adjusted_until = np.zeros(slots, np.int64)
@@ -56,6 +59,10 @@ class Sampler:
         self._top_p[slot] = params.top_p
         self._top_k[slot] = min(params.top_k or self.vocab, self.vocab)
         self._seed[slot] = start.seed
+
+    def plain(self, slots: np.ndarray, positions: np.ndarray) -> bool:
+        """Whether every row draws the largest logit as it is."""
+        return bool((positions >= self._plain_from[slots]).all())
 
     def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, tokens: Tensor) -> Tensor:
         """Token ids int64 `[rows]` for logits `[rows, vocab]` of any float type, which are left as they are.
@@ -104,7 +111,9 @@ class Sampler:
             ]
             return torch.tensor(ids, dtype=torch.int64)
         filtered = bool((~greedy & ((arrays[2] < 1.0) | (arrays[3] < self.vocab))).any())
-        drawn = choose_dense(logits, Filters(*map(self._to_device, arrays)), filtered)
+        filters = Filters(*map(self._to_device, arrays))
+        simple = self._plain is not None and not filtered
+        drawn = self._plain(logits, filters) if simple else choose_dense(logits, filters, filtered)
         return torch.where(self._to_device(greedy), logits.argmax(-1), drawn) if greedy.any() else drawn
 
     def _to_device(self, array: np.ndarray) -> Tensor:

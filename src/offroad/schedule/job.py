@@ -26,7 +26,8 @@ class Job(Sequence):
 
     `age` orders sequences by arrival. `limit`: known tokens at which it ends. `leader`: the sibling whose prompt it
     waits for; `shared`: siblings need not wait for this one (any more). `starved`: the last step that was in flight
-    when memory was missing, -1: it was not. `last`: the last step that it was in.
+    when memory was missing, -1: it was not. `last`: the last step that it was in. `drafts`, `accepted_drafts`: how many
+    were looked at for it, and how many of them were what the model said.
     """
 
     request: Request = None  # type: ignore[assignment]
@@ -43,6 +44,8 @@ class Job(Sequence):
     counted: bool = False
     announced: bool = False
     first_resume: tuple[int, int] = field(default=(0, 0))
+    drafts: int = 0
+    accepted_drafts: int = 0
 
     @classmethod
     def of(cls, request: Request, index: int, age: int, root: bytes, max_len: int) -> Job:
@@ -107,13 +110,17 @@ class Job(Sequence):
             error=error,
             cached=cached,
             matched=matched,
+            drafts=self.drafts,
+            accepted_drafts=self.accepted_drafts,
         )
 
-    def logprobs(self, found: Logprobs | None, row: int) -> list[TokenLogprobs] | None:
-        """The row's log-probabilities, cut to what the request asked for; None: it did not ask."""
+    def logprobs(self, found: Logprobs | None, row: int, tokens: int) -> list[TokenLogprobs] | None:
+        """The log-probabilities of the row's first `tokens` tokens, cut to what the request asked for; None: it did
+        not ask."""
         count = self.request.params.logprobs
         if count is None:
             return None
         assert found is not None, "a step with Want.LOGPROBS answers with log-probabilities"
-        top = list(zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True))
-        return [TokenLogprobs(float(found.chosen[row]), top)]
+        ids, values = found.top_ids[row, :tokens, :count].tolist(), found.top[row, :tokens, :count].tolist()
+        chosen = found.chosen[row, :tokens].tolist()
+        return [TokenLogprobs(c, list(zip(i, v, strict=True))) for c, i, v in zip(chosen, ids, values, strict=True)]

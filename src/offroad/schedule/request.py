@@ -34,7 +34,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     """New tokens of sequence `index` of a request. `finish_reason` is set on its last event: "stop" (eos or a stop id,
     named in `stop_reason`), "length", "abort" or "error" (with `error`). A finishing eos or stop id is in `token_ids`.
 
-    `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there.
+    `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there; `drafts` were looked at
+    for the sequence so far, and `accepted_drafts` of them were what the model said.
     """
 
     request_id: str
@@ -46,10 +47,16 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     error: str | None = None
     cached: int = 0
     matched: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """The engine's gauges and counters, sent with each step's events. Counters only grow."""
+    """The engine's gauges and counters, sent with each step's events. Counters only grow.
+
+    Drafts: `draft_rows` are steps of a sequence that had some, `undrafted_steps` steps in which no sequence that could
+    have had any; `drafted_by_place` and `accepted_by_place` count by place behind the pending token.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -63,5 +70,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     preemptions: int = 0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    draft_rows: int = 0
+    undrafted_steps: int = 0
+    drafted_by_place: list[int] = []
+    accepted_by_place: list[int] = []
     steps: int = 0
     step_seconds: float = 0.0

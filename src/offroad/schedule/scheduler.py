@@ -16,10 +16,15 @@ from offroad.cache.hybrid import HybridCache
 from offroad.cache.sequence import Row
 from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
+from offroad.schedule.drafts import DraftCounts
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult, Want
 
+_COUNTS = (
+    *("prompt_tokens", "generated_tokens", "preemptions"),
+    *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
+)
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
 
 
@@ -30,7 +35,15 @@ class Scheduler:
     lowered to bound each chunk. The engine counts `seconds`.
     """
 
-    def __init__(self, config: CacheConfig, *, max_num_batched_tokens: int, max_waiting: int, depth: int = 1) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        *,
+        max_num_batched_tokens: int,
+        max_waiting: int,
+        depth: int = 1,
+        drafter: str = "",
+    ) -> None:
         self.config, self.cache = config, HybridCache(config)
         self.budget, self.max_waiting, self.depth = max_num_batched_tokens, max_waiting, depth
         self.waiting: deque[Job] = deque()
@@ -43,19 +56,8 @@ class Scheduler:
         self.number = self.age = 0
         self.max_chunk = max_num_batched_tokens
         self.seconds = 0.0
-        self._counts = dict.fromkeys(
-            (
-                "prompt_tokens",
-                "generated_tokens",
-                "prefix_query_tokens",
-                "prefix_matched_tokens",
-                "prefix_resumed_tokens",
-                "preemptions",
-                "draft_tokens",
-                "accepted_draft_tokens",
-            ),
-            0,
-        )
+        self.drafts = DraftCounts(config.k, drafter)
+        self._counts = dict.fromkeys(_COUNTS, 0)
 
     # --- requests -----------------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> None:
@@ -191,7 +193,7 @@ class Scheduler:
             if not job.slot or job.dead or job in skipped:
                 continue
             if job.high >= job.goal:
-                width = min(1 + self._drafts(job), job.limit - 1 - job.high, 1 + spare)
+                width = min(1 + self.config.k, job.limit - 1 - job.high, 1 + spare)
                 if width >= 1 and (row := self._reserve(job, Kind.VERIFY, width)) is not None:
                     verify.append(row)
                     spare -= width - 1
@@ -199,10 +201,6 @@ class Scheduler:
                 chunks.append(row)
                 spare -= row.width
         return verify, chunks
-
-    def _drafts(self, job: Job) -> int:
-        """Drafts that a row may have: none where log-probabilities are asked, which a step gives for one token."""
-        return 0 if job.wants & Want.LOGPROBS else self.config.k
 
     def _chunk(self, job: Job, room: int) -> int:
         """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
@@ -288,11 +286,12 @@ class Scheduler:
         assert number == step.number == result.number, "steps are committed in order"
         accepted, tokens, bad = result.accepted.tolist(), result.tokens.tolist(), result.bad_layer.tolist()
         events: list[TokenEvent] = []
-        self._counts["draft_tokens"] += result.drafted
+        drafted = self._count_drafts(rows, result)
         for i, row in enumerate(rows):
             job = row.seq
-            if row.kind == _VERIFY:
-                self._counts["accepted_draft_tokens"] += accepted[i] - 1
+            if drafted and drafted[i]:
+                job.drafts += drafted[i]
+                job.accepted_drafts += accepted[i] - 1
             if job.dead:
                 self.cache.commit(row, accepted[i])
                 continue
@@ -310,12 +309,20 @@ class Scheduler:
             self._requeue()
         return events
 
+    def _count_drafts(self, rows: list[Row], result: StepResult) -> list[int] | None:
+        """Counts the step's drafts; gives those of each row, None where there is no drafter."""
+        if result.drafted is None:
+            return None
+        verify = sum(row.kind == _VERIFY for row in rows)
+        self.drafts.take(result.drafted[:verify], result.accepted[:verify] - 1)
+        return result.drafted.tolist()
+
     def _tell(
         self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]
     ) -> None:
         told, finish, stop = job.accept(known, sampled)
         self._counts["generated_tokens"] += len(told)
-        event = job.event(told, finish, stop, None, job.logprobs(result.logprobs, row))
+        event = job.event(told, finish, stop, None, job.logprobs(result.logprobs, row, len(told)))
         if finish is None:
             events.append(event)
         else:
@@ -362,6 +369,12 @@ class Scheduler:
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
+            draft_tokens=int(self.drafts.drafted.sum()),
+            accepted_draft_tokens=int(self.drafts.accepted.sum()),
+            draft_rows=self.drafts.rows,
+            undrafted_steps=self.drafts.idle_steps,
+            drafted_by_place=self.drafts.drafted.tolist(),
+            accepted_by_place=self.drafts.accepted.tolist(),
             **self._counts,
         )
 

@@ -71,7 +71,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """`chosen` [rows], `top_ids` and `top` [rows, MAX_LOGPROBS]; rows without Want.LOGPROBS hold zeros."""
+    """`chosen` [rows, k + 1], `top_ids` and `top` [rows, k + 1, MAX_LOGPROBS], by token of `StepResult.tokens`; zeros
+    where nothing was asked or drawn."""
 
     chosen: np.ndarray
     top_ids: np.ndarray
@@ -84,7 +85,8 @@ class StepResult:
 
     `tokens` int64 [rows, k + 1]: what was sampled; a row that wants nothing holds -1. A chunk with Want.SAMPLE samples
     one token, which becomes the pending token at the new length. `bad_layer` int16 [rows]: -1, or the first layer with
-    a non-finite value (the number of layers: the logits). `drafted`: drafts that the step looked at.
+    a non-finite value (the number of layers: the logits). `drafted` int32 [rows]: drafts that the step looked at;
+    None: it had no drafter.
     """
 
     number: int
@@ -92,4 +94,4 @@ class StepResult:
     tokens: np.ndarray
     bad_layer: np.ndarray
     logprobs: Logprobs | None = None
-    drafted: int = 0
+    drafted: np.ndarray | None = None

@@ -43,6 +43,8 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     last_token: float | None = None
 
 
@@ -142,6 +144,7 @@ class Generation:
     def _take(self, index: int, choice: Choice, event: TokenEvent) -> Piece | None:
         self._clock(choice, len(event.token_ids))
         choice.cached = max(choice.cached, event.cached)
+        choice.drafts, choice.accepted_drafts = event.drafts, event.accepted_drafts
         if event.finish_reason not in (None, "stop", "length"):
             choice.finish_reason = event.finish_reason
             self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)
@@ -195,14 +198,20 @@ class Generation:
         return sum(by_prompt.values())
 
     def usage(self) -> dict[str, Any]:
-        """The `usage` object. A prompt counts once, however many choices it has; finishing eos tokens count."""
+        """The `usage` object. A prompt counts once, however many choices it has; finishing eos tokens count. Drafts
+        have the names of OpenAI's predicted outputs; accepted ones behind the end of an answer count too."""
         prompt = sum(len(p.ids) for p in self.prompts)
         completion = sum(len(choice.token_ids) for choice in self.choices)
+        drafts, accepted = (sum(getattr(c, name) for c in self.choices) for name in ("drafts", "accepted_drafts"))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached()},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafts - accepted,
+            },
         }
 
     def timings(self) -> dict[str, Any]:
@@ -219,4 +228,6 @@ class Generation:
             "predicted_ms": round(seconds * 1e3, 3),
             "predicted_per_second": round(later / seconds, 3) if later > 0 and seconds > 0 else None,
             "cached_n": cached,
+            "draft_n": sum(choice.drafts for choice in self.choices),
+            "draft_n_accepted": sum(choice.accepted_drafts for choice in self.choices),
         }

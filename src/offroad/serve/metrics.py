@@ -24,8 +24,10 @@ _COUNTERS = (
         "Prompt tokens not run again, since their state was found.",
     ),
     ("preemptions", "preemptions", "Sequences that gave up their memory and started again."),
-    ("spec_decode_draft_tokens", "draft_tokens", "Drafts that were looked at."),
-    ("spec_decode_accepted_tokens", "accepted_draft_tokens", "Drafts that were what the model said."),
+    ("spec_decode_num_drafts", "draft_rows", "Steps of a sequence that looked at drafts."),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Drafts that were looked at."),
+    ("spec_decode_num_accepted_tokens", "accepted_draft_tokens", "Drafts that were what the model said."),
+    ("spec_decode_num_undrafted_steps", "undrafted_steps", "Steps with sequences to draft for, and no draft."),
     ("engine_steps", "steps", "Steps of the engine."),
     ("engine_step_seconds", "step_seconds", "Seconds spent in steps of the engine."),
 )
@@ -46,6 +48,17 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("offroad_kv_cache_usage_ratio", "Share of the KV blocks in use, 0 to 1.", used)
         for name, attribute, text in _COUNTERS:
             yield CounterMetricFamily(f"offroad_{name}", text, getattr(stats, attribute))
+        for name, counts, text in (
+            ("spec_decode_num_draft_tokens_per_pos", stats.drafted_by_place, "Drafts looked at, by place."),
+            ("spec_decode_num_accepted_tokens_per_pos", stats.accepted_by_place, "Drafts accepted, by place."),
+        ):
+            family = CounterMetricFamily(f"offroad_{name}", text, labels=["position"])
+            for place, count in enumerate(counts):
+                family.add_metric([str(place)], count)
+            yield family
+        length = 1 + stats.accepted_draft_tokens / stats.draft_rows if stats.draft_rows else 1.0
+        text = "Tokens a step of a sequence that looked at drafts, on average."
+        yield GaugeMetricFamily("offroad_spec_decode_mean_accepted_length", text, length)
 
 
 class Metrics:

@@ -3,59 +3,127 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from offroad.errors import SettingsError
+from offroad.errors import PlanError, SettingsError
+from offroad.models.spec import ModelSpec
+from offroad.weights.source import Headers
 
-METHODS = ("ngram",)
-_FLAG = "--speculative-config"
+METHODS = ("ngram", "mtp", "draft_model", "gemma4_assistant")
+SEPARATE = ("draft_model", "gemma4_assistant")  # drafters that are checkpoints of their own
+AUTO = "auto"
+# The most drafts that `auto` may take: each costs memory for states of recurrent layers, and is less likely than the
+# one before.
+_MOST = {AUTO: 4, "ngram": 6, "mtp": 3}
+FLAG = "--speculative-config"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
-_KEYS = {"method": str, "num_speculative_tokens": int, "prompt_lookup_min": int, "prompt_lookup_max": int}
+_NEEDS = {"mtp": "a checkpoint that brings multi-token prediction (mtp.*), as Qwen3.5's do"}
+_KEYS = {
+    "method": str,
+    "model": str,
+    "num_speculative_tokens": int,
+    "prompt_lookup_min": int,
+    "prompt_lookup_max": int,
+}
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """`tokens`: most drafts in a step; `shortest`, `longest`: of the n-grams that are looked up, in tokens."""
+    """`tokens`: most drafts in a step, of which `auto` takes as many as pay; `shortest`, `longest`: of the n-grams that
+    are looked up, in tokens. `model` names the drafter's checkpoint, where that is another than the model's."""
 
     method: str
     tokens: int
     shortest: int = 2
     longest: int = 5
+    model: str = ""
+    auto: bool = False
+
+    @property
+    def tapped(self) -> bool:
+        """Whether the drafter eats hidden states of all tokens."""
+        return self.method == "mtp"
 
 
 def speculation(text: str) -> Speculation | None:
-    """The config in a JSON text; None for an empty one. Raises SettingsError naming the key."""
+    """The config in a JSON text; None for an empty one. Raises SettingsError naming the key.
+
+    "auto" alone takes the drafter that comes with the checkpoint, else prompt lookup, and as many drafts as pay.
+    """
     if not text.strip():
         return None
+    if text.strip() == AUTO:
+        return Speculation(AUTO, _MOST[AUTO], auto=True)
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise SettingsError(_FLAG, found=str(error), accepted=f"a JSON object, e.g. {_EXAMPLE}") from error
+        raise SettingsError(FLAG, found=str(error), accepted=f"a JSON object, e.g. {_EXAMPLE}") from error
     if not isinstance(values, dict):
-        raise SettingsError(_FLAG, found=type(values).__name__, accepted=f"a JSON object, e.g. {_EXAMPLE}")
+        raise SettingsError(FLAG, found=type(values).__name__, accepted=f"a JSON object, e.g. {_EXAMPLE}")
     for name, value in values.items():
         if name not in _KEYS:
-            raise SettingsError(f"{_FLAG}: key", found=name, accepted=", ".join(_KEYS))
+            raise SettingsError(f"{FLAG}: key", found=name, accepted=", ".join(_KEYS))
+        if name == "num_speculative_tokens" and value == AUTO:
+            continue
         if not isinstance(value, _KEYS[name]) or isinstance(value, bool):
-            raise SettingsError(f"{_FLAG}: {name}", found=repr(value), accepted=_KEYS[name].__name__)
+            raise SettingsError(f"{FLAG}: {name}", found=repr(value), accepted=_KEYS[name].__name__)
+    method, tokens = values.get("method", ""), values.get("num_speculative_tokens", 4)
     made = Speculation(
-        values.get("method", ""),
-        values.get("num_speculative_tokens", 4),
+        method,
+        _MOST.get(method, 4) if tokens == AUTO else tokens,
         values.get("prompt_lookup_min", 2),
         values.get("prompt_lookup_max", max(5, values.get("prompt_lookup_min", 2))),
+        values.get("model", ""),
+        tokens == AUTO,
     )
     return _checked(made)
 
 
 def _checked(made: Speculation) -> Speculation:
+    separate = made.method in SEPARATE
+    wanted = "the drafter's checkpoint: a folder, a GGUF file or a name" if separate else f"none with {made.method}"
     checks: list[tuple[str, Any, bool, str]] = [
         ("method", made.method or "none", made.method in METHODS, ", ".join(METHODS)),
+        ("model", made.model or "none", bool(made.model) == separate, wanted),
         ("num_speculative_tokens", made.tokens, 1 <= made.tokens <= 16, "1 to 16"),
         ("prompt_lookup_min", made.shortest, made.shortest >= 1, "1 or more"),
         ("prompt_lookup_max", made.longest, made.longest >= made.shortest, f"{made.shortest} or more"),
     ]
     for name, found, ok, accepted in checks:
         if not ok:
-            raise SettingsError(f"{_FLAG}: {name}", found=found, accepted=accepted)
+            raise SettingsError(f"{FLAG}: {name}", found=found, accepted=accepted)
     return made
+
+
+def chosen(asked: Speculation | None, spec: ModelSpec, headers: Headers) -> Speculation | None:
+    """What was asked, "auto" replaced by what the checkpoint has."""
+    if asked is None or asked.method != AUTO:
+        return asked
+    brings = spec.draft is not None and all(linear.names[0] in headers for linear in spec.draft.linears)
+    method = spec.draft.method if brings and spec.draft is not None else "ngram"
+    return replace(asked, method=method, tokens=_MOST[method])
+
+
+def drafting(spec: ModelSpec, headers: Headers, used: Speculation | None) -> ModelSpec:
+    """The model with the layers of the drafter that `used` names, or without any. Raises PlanError if the checkpoint
+    has no such drafter: proposing nothing in silence is what it would come to."""
+    if used is None or used.method == "ngram":
+        return spec
+    draft = spec.draft
+    if draft is None or draft.method != used.method:
+        raise PlanError(
+            f"{FLAG}: method {used.method}",
+            found=f"a {spec.family} model, which has no such drafter",
+            accepted=_NEEDS.get(used.method, f"a drafter of method {used.method}"),
+            next='{"method": "ngram"} works with every model',
+        )
+    missing = [linear.names[0] for linear in draft.linears if linear.names[0] not in headers]
+    if missing:
+        raise PlanError(
+            f"{FLAG}: method {used.method}",
+            found=f"no tensor {missing[0]} in the checkpoint",
+            accepted=f"a checkpoint with its drafter, {draft.prefix}*",
+            next='quantisers often drop these tensors: take another copy, or {"method": "ngram"}',
+        )
+    return spec.with_drafter()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from offroad.speculate.config import Speculation
+from offroad.speculate.proposer import Device, Turn
+
 
 def propose(known: np.ndarray, count: int, shortest: int, longest: int) -> np.ndarray:
     """Up to `count` tokens that followed the longest n-gram (`shortest` to `longest` tokens) that ends `known` where it
@@ -19,3 +22,19 @@ def propose(known: np.ndarray, count: int, shortest: int, longest: int) -> np.nd
         if len(ends):
             return known[ends[-1] + 1 : ends[-1] + 1 + count]
     return known[:0]
+
+
+class NgramProposer:
+    """Proposes by prompt lookup; remembers nothing but the tokens."""
+
+    def __init__(self, device: Device, config: Speculation) -> None:
+        self.arrays, self.shortest, self.longest = device.arrays, config.shortest, config.longest
+
+    def follow(self, turn: Turn) -> None:
+        """Nothing: known tokens are all there is."""
+
+    def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
+        for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
+            known = self.arrays.known(slot)
+            ids = propose(known, count, self.shortest, self.longest) if count else known[:0]
+            self.arrays.draft(slot, ids)

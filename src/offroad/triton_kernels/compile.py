@@ -18,7 +18,8 @@ ARCHS = (80, 86, 89, 90, 100, 120, 121)
 # Shared memory of one block by compute capability, in bytes: CUDA C++ programming guide, table of technical
 # specifications, less the 1 KiB that the system takes of each block.
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
-MODULES: tuple[str, ...] = ()  # modules of this package whose `variants()` are compiled
+# Modules of this package whose `variants()` are compiled.
+MODULES: tuple[str, ...] = ("attention_variants", "linear_jit", "norms_jit", "elementwise_jit", "rope_jit", "route_jit")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Variant:
     """One specialisation of a kernel, as some model of the plans uses it.
 
     `signature` maps each argument to its Triton type ("*bf16", "i32", "i64", "fp32"; constants are in `constants`).
-    `hot`: spills are not accepted. `archs`: compute capabilities that it is for, where `check` refuses the others.
+    `hot`: spills are not accepted. `declared`: bytes of shared memory that the kernel's entry says it needs. `archs`:
+    compute capabilities that it is for, where `check` refuses the others.
     """
 
     label: str
@@ -37,6 +39,7 @@ class Variant:
     stages: int = 2
     hot: bool = True
     archs: tuple[int, ...] = ARCHS
+    declared: int | None = None
     aligned: tuple[str, ...] = field(default=())  # pointers and sizes that are multiples of 16
 
 

@@ -21,8 +21,9 @@ class TritonKernel:
 
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
     gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
-    gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `cost` orders
-    it among candidates.
+    gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
+    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it (see
+    ops/spec.py).
     """
 
     name: str
@@ -33,8 +34,10 @@ class TritonKernel:
     features: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16", "float32"})
     layout: str = ""
+    reason: str = "Triton kernel"
     cost: float = 1.0
     reference: bool = False
+    capturable: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":
@@ -52,7 +55,7 @@ class TritonKernel:
         needed, there = self.shared(device, problem), device.shared_per_block
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
-        return Verdict(True, "Triton kernel", cost=self.cost, layout=self.layout)
+        return Verdict(True, self.reason, cost=self.cost, layout=self.layout)
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.bind(device, problem)

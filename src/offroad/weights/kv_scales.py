@@ -21,7 +21,7 @@ Scales = tuple[torch.Tensor, torch.Tensor]  # of keys and of values, fp32 [kv_he
 def names(source: Source, spec: ModelSpec) -> dict[int, dict[str, str]]:
     """The tensors of keys ("k") and values ("v") by layer, under their names in the file."""
     raw: tuple[str, ...] = getattr(source, "kv", ())
-    known = {_short(name, spec.prefixes): name for name in raw}
+    known = {short(name, spec.prefixes): name for name in raw}
     found: dict[int, dict[str, str]] = {}
     for i, layer in enumerate(spec.layers):
         if (at := _attention(layer)) is None:
@@ -71,6 +71,7 @@ def _attention(layer: LayerSpec) -> str | None:
     return first.rpartition(".")[0]
 
 
-def _short(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+def short(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+    """A name in the file as the spec has it: the first beginning that fits is replaced."""
     old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
     return new + name.removeprefix(old)

@@ -24,7 +24,8 @@ from offroad.weights.source import Headers, Source, Stored
 Layouts = Callable[[int, str], str]
 Packers = dict[str, Callable[[Packed], Packed]]
 Progress = Callable[[float, str], None]
-MODEL = -1  # the layer number of what stands outside layers
+_DENSE_ELEMENTS = 2**26  # weights that are widened at once
+MODEL, DRAFTER = -1, -2  # the layer numbers of what stands outside layers
 _REPAIR = "check that the file is complete, and that its config is its own"
 
 
@@ -37,24 +38,16 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
-class DraftWeights:
-    """What a drafter loads: its layers, and what stands outside them."""
-
-    layers: list[LayerWeights]
-    outside: LayerWeights
-
-
-@dataclass(frozen=True)
 class Weights:
     """All weights. `head` is the same object as `embed` when they are tied; `linears` are the others outside layers.
-    `draft`: the drafter's layers, and what it has outside them."""
+    `layers` are the drafter's too, behind the model's own; `draft` is what it has outside them."""
 
     layers: list[LayerWeights]
     embed: Packed
     head: Packed
     tensors: dict[str, torch.Tensor]
     linears: dict[str, Packed] = field(default_factory=dict)
-    draft: DraftWeights | None = None
+    draft: LayerWeights | None = None
     kv_scales: list[Scales | None] = field(default_factory=list)
 
 
@@ -65,12 +58,14 @@ def _linears(spec: ModelSpec, draft: DraftSpec | None) -> list[LinearSpec]:
 
 
 def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
-    return spec.layers + (draft.layers if draft else ())
+    return spec.layers + (draft.layers if draft and not spec.drafted else ())
 
 
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
-    """The drafter, if the checkpoint has one."""
-    there = spec.draft is not None and any(name.startswith(spec.draft.prefix) for name in headers)
+    """The drafter, if it is used or the checkpoint has one."""
+    if spec.draft is None or spec.drafted:
+        return spec.draft
+    there = any(name.startswith(spec.draft.prefix) for name in headers)
     return spec.draft if there else None
 
 
@@ -102,8 +97,9 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
             accepted=f"{len(expected)} tensors of a {spec.family} model",
             next=_REPAIR,
         )
+    indices = _indices(spec, draft_of(spec, headers))
     for name, shape in expected.items():
-        _check_header(name, shape, headers)
+        _check_header(name, shape, headers, index=name in indices)
     ignored = [re.compile(pattern) for pattern in spec.ignored]
     left = [
         name for name in headers if name not in expected and not any(pattern.fullmatch(name) for pattern in ignored)
@@ -117,18 +113,27 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
         )
 
 
+def _indices(spec: ModelSpec, draft: DraftSpec | None) -> set[str]:
+    """Tensors that hold whole numbers."""
+    return {tensor.name for tensor in (*spec.tensors, *(draft.tensors if draft else ())) if tensor.transform == "index"}
+
+
 def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Source) -> bool:
     """A bias of zeros: AutoGPTQ gives one to every linear that it quantises, whether the model has one or not."""
     module, dot, last = name.rpartition(".")
     return last == "bias" and f"{module}{dot}weight" in expected and not source.read(name).data.any()
 
 
-def _check_header(name: str, shape: tuple[int, ...], headers: Headers) -> None:
+def _check_header(name: str, shape: tuple[int, ...], headers: Headers, index: bool) -> None:
     header = headers[name]
     if header.shape != shape:
         raise ModelError(
             f"tensor {name}", found=f"shape {list(header.shape)}", accepted=f"shape {list(shape)}", next=_REPAIR
         )
+    if index:
+        if header.kind not in ("i64", "i32"):
+            raise ModelError(f"tensor {name}", found=f"stored as {header.kind}", accepted="i64, i32", next=_REPAIR)
+        return
     blocks = header.kind.partition(".")[0] in ("gguf", *PER_BYTE) and len(shape) >= 2
     if header.kind not in FLOATS and not blocks:
         kinds = ", ".join(FLOATS) + (", block kinds of GGUF, a quantised weight" if len(shape) >= 2 else "")
@@ -149,25 +154,24 @@ def load(
     device: torch.device,
     packers: Packers,
     progress: Progress | None = None,
-    *,
-    draft: bool = False,
 ) -> Weights:
-    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if `draft`.
+    """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if it is among
+    the spec's layers.
 
-    `layouts` is asked for "embed", "linear:head" and others of MODEL too. Dense weights and biases are in `dtype`;
-    tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear is in
-    flight at a time.
+    `layouts` is asked for "embed", "linear:head" and others of MODEL and DRAFTER too. Dense weights and biases are in
+    `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear
+    is in flight at a time, and on an accelerator checks, fusing and packing are done there.
     Raises ModelError (see `verify_headers`), also for a value that is not finite.
     """
     verify_headers(spec, source)
-    found = draft_of(spec, source.headers) if draft else None
+    found = spec.draft if spec.drafted else None
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
     embed = loader.linear(spec.embedding, layouts(MODEL, "embed"))
     head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "linear:head"))
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
-    drafter = None if found is None else loader.draft(found)
+    drafter = None if found is None else loader.outside(found, lambda use: layouts(DRAFTER, use))
     scales = kv_scales.read(source, spec, device)
     return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
 
@@ -192,34 +196,49 @@ class _Loader:
         linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
         return LayerWeights(linears, self.tensors(spec.tensors))
 
-    def draft(self, spec: DraftSpec) -> DraftWeights:
-        layers = [self.layer(layer, lambda use: "dense") for layer in spec.layers]
-        outside = {linear.name: self.linear(linear, "dense") for linear in spec.linears}
-        return DraftWeights(layers, LayerWeights(outside, self.tensors(spec.tensors)))
+    def outside(self, spec: DraftSpec, layout: Callable[[str], str]) -> LayerWeights:
+        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors))
 
     def linear(self, spec: LinearSpec, layout: str) -> Packed:
         parts = []
         for name in spec.tensors(self.source.headers):
             part = canonical(_matrix(self.read(name)))
+            if self.device.type != "cpu":
+                part = self._placed(part)
             for tensor in part.tensors.values():
                 _check_finite(name, tensor, "weight")
-            parts.append(to_dense(part, self.dtype) if layout == "dense" else part)
+            parts.append(self._dense(part) if layout == "dense" else part)
         packed = fuse(parts)
         for tensor in packed.tensors.values():
             _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
             packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
-        return self._placed(self._laid_out(packed, layout))
+        return self._placed(self._laid_out(self._placed(packed), layout))  # packers work where the weight will be
 
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
         if packed.layout == "dense":
-            packed = to_dense(packed, self.dtype) if layout != "dense" else packed
+            packed = self._dense(packed) if layout != "dense" else packed
         if packed.layout == layout or packed.layout == "dense" and layout in PER_BYTE:
             return packed  # parts whose columns stand in different orders became dense
         if (packed.layout, layout) == ("affine4", "affine8"):
             return widen(packed, packed.group)
         assert layout in self.packers, f"no packer makes {layout} from {packed.layout}"
         return self.packers[layout](packed)
+
+    def _dense(self, packed: Packed) -> Packed:
+        """The weight as `dense` in the plan's dtype. On an accelerator nothing is the file's memory, so what is right
+        already stays, and others are widened some rows at a time: fp32 numbers of a whole weight are large."""
+        if self.device.type == "cpu":
+            return to_dense(packed, self.dtype)
+        if packed.layout == "dense" and packed.tensors["w"].dtype == self.dtype:
+            return packed
+        step = max(1, _DENSE_ELEMENTS // packed.k)
+        w = torch.empty((packed.n, packed.k), dtype=self.dtype, device=self.device)
+        for first in range(0, packed.n, step):
+            rows = packed.rows(slice(first, first + step))
+            w[first : first + step] = to_dense(rows, self.dtype).tensors["w"]
+        return replace(packed, layout="dense", group=0, tensors={"w": w}, perm=None)
 
     def _placed(self, packed: Packed) -> Packed:
         tensors = {name: tensor.to(self.device) for name, tensor in packed.tensors.items()}
@@ -231,10 +250,22 @@ class _Loader:
         _check_finite(name, bias, f"bias in {self.dtype}")
         return bias
 
+    def _index(self, name: str) -> torch.Tensor:
+        value = self.read(name).data.to(torch.int64, copy=True)
+        low, high = (int(x) for x in torch.aminmax(value))
+        if low < 0 or high >= len(value):
+            raise ModelError(
+                f"tensor {name}", found=f"{low} to {high}", accepted=f"numbers of 0 to {len(value) - 1}", next=_REPAIR
+            )
+        return value.to(self.device)
+
     def tensors(self, specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
+            if spec.transform == "index":
+                loaded[spec.target] = self._index(spec.name)
+                continue
             value = self.read(spec.name).data.to(torch.float32, copy=True)
             _check_finite(spec.name, value, "value")
             if spec.transform == "plus_one" and plus_one:
@@ -258,7 +289,7 @@ def _check_finite(name: str, tensor: torch.Tensor, what: str) -> None:
     if not tensor.is_floating_point() or not tensor.numel():
         return
     if tensor.dtype == torch.float8_e4m3fn:  # has no infinities, and two codes of NaN
-        tensor = torch.where((tensor.view(torch.uint8) & 0x7F) == 0x7F, torch.nan, 0.0)
+        tensor = torch.where(((tensor.view(torch.uint8) & 0x7F) == 0x7F).any(), torch.nan, 0.0)
     low, high = torch.aminmax(tensor)
     if not (torch.isfinite(low) and torch.isfinite(high)):
         raise ModelError(

@@ -155,8 +155,9 @@ class SimDevice:
         for place, slot, boundary in step.captures.tolist():
             if before[slot] < boundary <= self.length[slot]:
                 self.capture(place, slot, boundary)
+        shape = tokens.shape
         logprobs = Logprobs(
-            np.full(count, -0.5, np.float32), np.zeros((count, 20), np.int64), np.zeros((count, 20), np.float32)
+            np.full(shape, -0.5, np.float32), np.zeros((*shape, 20), np.int64), np.zeros((*shape, 20), np.float32)
         )
         return StepResult(step.number, accepted, tokens, np.full(count, -1, np.int16), logprobs)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from offroad.models.registry import resolve_model
 from offroad.models.spec import ModelSpec
 from offroad.weights.source import Headers, TensorHeader
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "configs"
 _QWEN3_5 = dict(  # the text part of 27B, as 3.5 publishes it
     model_type="qwen3_5_text",
     attention_bias=False,
@@ -99,22 +103,7 @@ CONFIGS = {
         query_pre_attn_scalar=256,
         hidden_activation="gelu_pytorch_tanh",
     ),
-    "qwen3-8b": dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-        tie_word_embeddings=False,
-        hidden_act="silu",
-    ),
+    "qwen3-8b": json.loads((BENCHMARKS / "qwen3-8b.json").read_text()),
     "qwen3_5-27b": qwen3_5(),
     "qwen3_5-35b-a3b": qwen3_5(
         "Qwen3_5MoeForConditionalGeneration",

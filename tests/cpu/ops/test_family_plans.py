@@ -16,15 +16,22 @@ from offroad.settings import Settings
 from offroad.weights.locate import open_path
 
 CONFIGS = Path(__file__).parent / "configs"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "configs"
 GOLDEN = Path(__file__).parent / "golden" / "families"
 GPUS = ("v100-32gb", "rtx5090", "rtxpro6000", "gb10", "h100-80gb")
-MODELS = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+FILES = {
+    "qwen3_5-27b-w4a16": BENCHMARKS / "qwen3.5-27b.json",
+    "qwen3_5-35b-a3b-fp8": BENCHMARKS / "qwen3.5-35b-a3b.json",
+    "gemma4-31b-w4a16": BENCHMARKS / "gemma-4-31b.json",
+    "gemma4-e4b-bf16": BENCHMARKS / "gemma-4-e4b.json",
+} | {path.stem: path for path in CONFIGS.glob("*.json")}
+MODELS = tuple(sorted(FILES))
 MIB = 1024**2
 
 
 def make(model: str, device: str, **settings) -> Plan:
     wanted = Settings.of(model=model, device=device, allow_reference=True, kv_cache_dtype="fp8", **settings)
-    return make_plan(wanted, open_path(CONFIGS / f"{model}.json"))
+    return make_plan(wanted, open_path(FILES[model]))
 
 
 def golden(model: str, device: str) -> str:
@@ -56,7 +63,7 @@ def test_bytes_that_a_sequence_takes(model: str, kv: int, window: int, state: in
     """By hand, in bf16. 27B: 16 full layers x 2 x 4 heads x 256, 48 states of 48 x 128 x 128 fp32 and 3 columns of
     10,240. 31B: 10 full layers x 2 x 4 x 512, 50 windows of 1,024 x 2 x 16 x 256."""
     wanted = Settings.of(model=model, device="rtxpro6000", allow_reference=True, max_model_len=4096, max_num_seqs=2)
-    made = make_plan(wanted, open_path(CONFIGS / f"{model}.json"))
+    made = make_plan(wanted, open_path(FILES[model]))
     assert (made.kv_bytes_per_token, made.window_bytes, made.state_bytes) == (kv, window, state)
     text = made.explain()
     assert f"{kv:,} B a token growing, {window:,} B of windows and {state:,} B of state a sequence" in text

@@ -15,8 +15,9 @@ from offroad.engine import make_plan
 from offroad.models.registry import resolve_source
 from offroad.ops.registry import default_registry, packers
 from offroad.run.arrays import Arrays
+from offroad.run.bind import prepare
 from offroad.run.rows import RingView
-from offroad.run.runner import Runner, prepare
+from offroad.run.runner import Runner
 from offroad.schedule.step import Kind, Start, Step, StepResult, Table, Want
 from offroad.settings import Settings
 from offroad.weights.load import load

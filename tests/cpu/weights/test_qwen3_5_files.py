@@ -45,7 +45,8 @@ def rewritten(folder: Path, to: Path, edit: Callable[[Tensors], Tensors], **conf
 def loaded(folder: Path, *, draft: bool = False, dtype: torch.dtype = torch.float32) -> Weights:
     resolved, source = resolve_source(SafetensorsSource(folder))
     verify_headers(resolved.spec, source)
-    return load(resolved.spec, source, lambda layer, use: "dense", dtype, CPU, {}, draft=draft)
+    spec = resolved.spec.with_drafter() if draft else resolved.spec
+    return load(spec, source, lambda layer, use: "dense", dtype, CPU, {})
 
 
 def flat(weights: Any) -> Tensors:
@@ -281,9 +282,9 @@ def drafter(family: str) -> Tensors:
 def test_a_drafter_is_loaded_where_it_belongs(tiny, tmp_path, family: str, apart: bool):
     folder, made = tiny(family)[0], drafter(family)
     with_it = rewritten(folder, tmp_path, lambda t: t | (one_by_one(made) if apart else made))
-    draft = loaded(with_it, draft=True).draft
+    weights = loaded(with_it, draft=True)
+    draft, [*_, layer] = weights.draft, weights.layers
     assert draft is not None
-    [layer] = draft.layers
     at = "mtp.layers.0."
 
     def stacked(*names: str) -> torch.Tensor:
@@ -312,20 +313,19 @@ def test_a_drafter_is_loaded_where_it_belongs(tiny, tmp_path, family: str, apart
     assert layer.tensors.keys() == norms.keys()
     for target, name in norms.items():
         assert torch.equal(layer.tensors[target], 1.0 + made[f"{at}{name}.weight"])
-    assert draft.outside.linears.keys() == {"fc"}
-    assert torch.equal(draft.outside.linears["fc"].tensors["w"], made["mtp.fc.weight"])
+    assert draft.linears.keys() == {"fc"}
+    assert torch.equal(draft.linears["fc"].tensors["w"], made["mtp.fc.weight"])
     outside = {
         name: 1.0 + made[f"mtp.{name}.weight"] for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     }
-    assert draft.outside.tensors.keys() == outside.keys()
-    assert all(torch.equal(draft.outside.tensors[name], tensor) for name, tensor in outside.items())
+    assert draft.tensors.keys() == outside.keys()
+    assert all(torch.equal(draft.tensors[name], tensor) for name, tensor in outside.items())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_drafter_changes_nothing_else(tiny, tmp_path, family: str):
     folder = tiny(family)[0]
     with_it = rewritten(folder, tmp_path, lambda t: t | drafter(family))
-    assert loaded(folder, draft=True).draft is None
     assert loaded(with_it).draft is None
     assert same(loaded(with_it), loaded(folder))
     assert tokens(with_it) == tokens(folder)

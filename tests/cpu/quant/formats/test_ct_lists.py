@@ -195,9 +195,9 @@ def test_a_drafter_is_plain_or_quantised(quantised_too, tiny, tmp_path):
         del written.tensors[f"{up}.weight"]
         written.tensors |= prefixed(up, parts)
     written.save()
-    resolved, source = resolve_source(open_path(written.folder))
-    weights = load(resolved.spec, source, lambda i, use: "dense", torch.float32, torch.device("cpu"), {}, draft=True)
-    got = weights.draft.layers[0].linears["gate_up"].tensors["w"]
+    _, source = resolve_source(open_path(written.folder))
+    weights = load(spec.with_drafter(), source, lambda i, use: "dense", torch.float32, torch.device("cpu"), {})
+    got = weights.layers[-1].linears["gate_up"].tensors["w"]
     expected = oracle(parts, made) if quantised_too else torch.ones(96, 64)
     assert torch.equal(got[96:], expected)
     assert any(f"{up}: ignored" in note for note in source.notes) == quantised_too

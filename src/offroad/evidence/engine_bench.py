@@ -1,0 +1,171 @@
+"""Speed of the engine alone, in the cases that engines are compared by, with the share of the device's roofline.
+
+*decode* is measured by difference: rounds of c prompts with 129 tokens of answer each, and with 1; c * 128 tokens over
+the difference of the best times. *prefill* is the tokens of one prompt over the time to its first token. *ready* is the
+construction of the engine. Prompts are random ids, all different, and the prefix cache is off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from offroad.engine import Engine
+from offroad.errors import SettingsError
+from offroad.evidence.perf import EngineTarget, commit
+from offroad.models.registry import resolve_source
+from offroad.ops.budget import Dtypes, packed_bytes
+from offroad.ops.roofline import Costs, costs
+from offroad.weights.source import Source
+
+FORMAT = "offroad-bench-engine-1"
+ANSWER = 128  # tokens after the first
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts at once, and the tokens of each; a decode case is timed with an answer too."""
+
+    rows: int
+    prompt: int
+    decode: bool
+
+
+CASES: dict[str, Case] = {
+    **{f"decode_c{rows}": Case(rows, 1024, True) for rows in (1, 8, 32, 64)},
+    "decode_c1_ctx16k": Case(1, 16384, True),
+    "prefill_8k": Case(1, 8192, False),
+    "prefill_16k": Case(1, 16384, False),
+}
+
+
+def chosen(names: list[str]) -> dict[str, Case]:
+    """The cases of these names, or all. Raises SettingsError for an unknown one."""
+    if wrong := [name for name in names if name not in CASES]:
+        raise SettingsError("--cases", found=", ".join(wrong), accepted=", ".join(CASES))
+    return {name: CASES[name] for name in names or CASES}
+
+
+def settings_for(cases: dict[str, Case]) -> dict[str, Any]:
+    """Engine settings that the cases need; a user's flags go over them."""
+    return {
+        "max_num_seqs": max(case.rows for case in cases.values()),
+        "max_num_batched_tokens": 8192,
+        "max_model_len": max(case.prompt for case in cases.values()) + ANSWER + 1,
+        "enable_prefix_caching": False,
+        "memory_utilization": 0.95,
+    }
+
+
+@dataclass
+class Rounds:
+    """Times rounds on an engine, each as often as asked and not twice."""
+
+    target: EngineTarget
+    repeat: int
+    report: Callable[[str], None]
+    done: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+
+    def seconds(self, rows: int, prompt: int, answer: int) -> float:
+        """The best time of rounds of `rows` prompts of `prompt` tokens and answers of `answer`."""
+        key = (rows, prompt, answer)
+        if key not in self.done:
+            self.report(f"{rows} x {prompt} tokens, {answer} of answer")
+            self.done[key] = [self._once(key, number) for number in range(self.repeat)]
+        return min(self.done[key])
+
+    def _once(self, key: tuple[int, int, int], number: int) -> float:
+        rows, prompt, answer = key
+        samples = self.target.round(prompts(rows, prompt, self.target.vocab(), f"{key} {number}"), answer)
+        return max(sample.arrivals[-1] for sample in samples)
+
+    def warm(self, rows: int, prompt: int) -> None:
+        """A round that is not counted: libraries choose their algorithms in it."""
+        self.target.round(prompts(rows, prompt, self.target.vocab(), f"warm {rows} {prompt}"), 4)
+
+
+def prompts(rows: int, tokens: int, vocab: int, seed: str) -> list[list[int]]:
+    """Random ids; those below 32 are often special tokens and are left out."""
+    source = random.Random(seed)
+    return [[source.randrange(32, vocab) for _ in range(tokens)] for _ in range(rows)]
+
+
+def measure(
+    engine: Engine, cases: dict[str, Case], repeat: int, report: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """(tokens a second by case, seconds of every round by "rows x prompt + answer")."""
+    rounds = Rounds(EngineTarget(engine), repeat, report)
+    speeds = {}
+    for name, case in cases.items():
+        rounds.warm(case.rows, min(case.prompt, 1024) if case.decode else case.prompt)
+        first = rounds.seconds(case.rows, case.prompt, 1)
+        if case.decode:
+            whole = rounds.seconds(case.rows, case.prompt, ANSWER + 1)
+            speeds[name] = case.rows * ANSWER / max(whole - first, 1e-9)
+        else:
+            speeds[name] = case.rows * case.prompt / first
+    return speeds, {f"{rows} x {prompt} + {answer}": times for (rows, prompt, answer), times in rounds.done.items()}
+
+
+def costs_of(engine: Engine, source: Source) -> Costs | None:
+    """Bytes and operations of the engine's model, from its plan."""
+    resolved, source = resolve_source(source)
+    plan = engine.plan
+    packed = packed_bytes(resolved.spec, source.headers, plan.cells, plan.dtype)
+    return costs(resolved.spec, packed, plan.device, Dtypes(plan.dtype, plan.kv_dtype))
+
+
+def shares(speeds: dict[str, float], found: Costs | None) -> dict[str, float]:
+    """Each speed over the roofline's; nothing where the device's rates are unknown."""
+    if found is None:
+        return {}
+    result = {}
+    for name, speed in speeds.items():
+        case = CASES[name]
+        if case.decode:
+            bound = case.rows / found.decode(case.rows, case.prompt + ANSWER // 2)
+        else:
+            bound = case.rows * case.prompt / (case.rows * found.prefill(case.prompt))
+        result[name] = speed / bound
+    return result
+
+
+def record(
+    engine: Engine, source: Source, ready: float, speeds: dict[str, float], rounds: dict[str, list[float]]
+) -> dict[str, Any]:
+    """The evidence: figures, their share of the roofline, what ran, and every time."""
+    info, plan, found = engine.info, engine.plan, costs_of(engine, source)
+    rates = None if found is None else {"bytes_s": found.bandwidth, "operations_s": found.rate}
+    return {
+        "format": FORMAT,
+        "model": info.model,
+        "device": info.device,
+        "commit": commit(),
+        "plan_fingerprint": info.plan_fingerprint,
+        "dtype": plan.dtype,
+        "kv_dtype": plan.kv_dtype,
+        "kernels": plan.kernels(),
+        "graphs": list(plan.graphs.rows) or plan.graphs.reason,
+        "memory": info.memory_summary,
+        **speeds,
+        "ready_s": ready,
+        "roofline_share": shares(speeds, found),
+        "rates": rates,
+        "rounds": rounds,
+    }
+
+
+def render(data: dict[str, Any]) -> str:
+    """The record as a table."""
+    from offroad.cli.table import table
+
+    head = f"{data['model']} on {data['device']}, plan {data['plan_fingerprint']}, ready in {data['ready_s']:.1f} s"
+    share = data["roofline_share"]
+    rows = [
+        (name, round(data[name], 1), f"{100 * share[name]:.0f} %" if name in share else "-")
+        for name in CASES
+        if name in data
+    ]
+    return head + "\n" + table(("CASE", "tok/s", "OF THE ROOFLINE"), rows)

@@ -1,0 +1,84 @@
+"""Copies between the host and a CUDA device: pinned, packed into one, and without waiting where nothing is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_PLACES = 4  # uploads that may be under way before one waits for the first
+
+
+class Pinned:
+    """A pinned buffer whose last copy may be under way; `reserve` waits for it."""
+
+    def __init__(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.copied = torch.cuda.Event()
+
+    def reserve(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] to write to."""
+        self.copied.synchronize()
+        if len(self.data) < nbytes:
+            self.data = torch.empty(max(nbytes, 2 * len(self.data), 4096), dtype=torch.uint8, pin_memory=True)
+        return self.data[:nbytes]
+
+
+class Upload:
+    """Arrays to a device, several by one copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.next = device, 0
+        self.places = [Pinned() for _ in range(_PLACES)] if device.type == "cuda" else []
+
+    def __call__(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """The arrays on the device, in their own dtypes and shapes."""
+        starts, end = packed_offsets(arrays)
+        if self.places:
+            place = self.places[self.next]
+            self.next = (self.next + 1) % len(self.places)
+            host = place.reserve(end)
+            write(host.numpy(), arrays, starts)
+            whole = host.to(self.device, non_blocking=True)
+            place.copied.record()
+        else:
+            whole = torch.empty(end, dtype=torch.uint8)
+            write(whole.numpy(), arrays, starts)
+        return [view(whole, array, start) for array, start in zip(arrays, starts, strict=True)]
+
+
+class Download:
+    """int64 numbers from a device by one copy, which is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.place = Pinned() if device.type == "cuda" else None
+
+    def __call__(self, tensor: torch.Tensor) -> np.ndarray:
+        """The values of an int64 tensor; valid until the next call."""
+        if self.place is None:
+            return tensor.numpy()
+        host = self.place.reserve(8 * tensor.numel()).view(torch.int64).view(tensor.shape)
+        host.copy_(tensor, non_blocking=True)
+        self.place.copied.record()
+        self.place.copied.synchronize()
+        return host.numpy()
+
+
+def packed_offsets(arrays: tuple[np.ndarray, ...]) -> tuple[list[int], int]:
+    """Where each array begins in a buffer of bytes, at multiples of 16, and the end."""
+    starts, end = [], 0
+    for array in arrays:
+        starts.append(end)
+        end += -(-array.nbytes // 16) * 16
+    return starts, end
+
+
+def write(buffer: np.ndarray, arrays: tuple[np.ndarray, ...], starts: list[int]) -> None:
+    """Puts the arrays' bytes where they belong in uint8 `buffer`."""
+    for array, start in zip(arrays, starts, strict=True):
+        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def view(buffer: torch.Tensor, array: np.ndarray, start: int) -> torch.Tensor:
+    """The part of a buffer of bytes that holds `array`, in its dtype and shape."""
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return buffer[start : start + array.nbytes].view(dtype).view(array.shape)

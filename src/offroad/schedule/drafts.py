@@ -1,0 +1,48 @@
+"""Counts of drafts, and the warning of a drafter that proposes for nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+_PATIENCE = 200  # steps with drafts, none of which was accepted, before the warning
+_log = logging.getLogger("offroad")
+
+
+class DraftCounts:
+    """What became of drafts, in total and by their place behind the pending token (0: the first).
+
+    `k`: most drafts of a row in a step; `method`: the drafter's, for the warning.
+    """
+
+    def __init__(self, k: int, method: str) -> None:
+        self.method = method
+        self.rows = self.idle_steps = 0  # verify rows with drafts, and steps whose verify rows had none
+        self.drafted = np.zeros(k, np.int64)
+        self.accepted = np.zeros(k, np.int64)
+        self._in_vain = 0
+
+    def take(self, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Counts a step: drafts that were looked at, and those that were what the model said, int [verify rows]."""
+        if not len(drafted):
+            return
+        self.rows += int(np.count_nonzero(drafted))
+        self.idle_steps += not drafted.any()
+        for place in range(len(self.drafted)):
+            self.drafted[place] += np.count_nonzero(drafted > place)
+            self.accepted[place] += np.count_nonzero(accepted > place)
+        if drafted.any() and not self.accepted.any():
+            self._in_vain += 1
+            if self._in_vain == _PATIENCE:
+                self._warn()
+
+    def _warn(self) -> None:
+        _log.warning(
+            "drafts of method %s: none of %d was accepted in %d steps; answers are right, but slower than without. "
+            "Likely causes: the drafter's tensors are damaged or another model's, it has another tokenizer, or the "
+            "requests sample at a high temperature. Serve without --speculative-config, or with another drafter.",
+            self.method,
+            int(self.drafted.sum()),
+            _PATIENCE,
+        )

@@ -1,0 +1,1 @@
+"""Calls of tools in what models say: one parser a notation."""

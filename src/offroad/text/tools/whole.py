@@ -1,0 +1,94 @@
+"""Notations in which an answer is nothing but calls: it is read when it has ended."""
+
+from __future__ import annotations
+
+import ast
+import json
+from abc import abstractmethod
+
+from offroad.text.said import Said
+from offroad.text.tools.blocks import Call, json_calls, pieces
+from offroad.text.tools.schema import Tools
+
+
+class WholeParser:
+    """An answer that begins with one of `openers` is kept until its end; calls if it can be read, content if not."""
+
+    openers: tuple[str, ...]
+
+    def __init__(self, tools: Tools) -> None:
+        self.tools = tools
+        self.complete = 0
+        self._text = ""
+        self._content = False
+
+    @abstractmethod
+    def read(self, text: str) -> list[Call] | None:
+        """The calls of an answer; None: it cannot be read."""
+
+    def feed(self, text: str) -> Said:
+        if self._content:
+            return Said(content=text)
+        self._text += text
+        begun = self._text.lstrip()
+        if any(begun.startswith(opener) or opener.startswith(begun) for opener in self.openers):
+            return Said()
+        self._content = True
+        return Said(content=self._text)
+
+    def finish(self) -> Said:
+        if self._content or not self._text:
+            return Said()
+        calls = self.read(self._text.strip())
+        if not calls:
+            return Said(content=self._text)
+        self.complete = len(calls)
+        return Said(calls=pieces(calls, 0))
+
+
+class LlamaJsonParser(WholeParser):
+    """`{"name": ..., "parameters": {...}}`, several parted by `;` (Llama 3)."""
+
+    openers = ("{", "<|python_tag|>")
+
+    def read(self, text: str) -> list[Call] | None:
+        rest, calls = text.removeprefix("<|python_tag|>").strip(), []
+        while rest:
+            try:
+                _, size = json.JSONDecoder().raw_decode(rest)
+            except ValueError:
+                return None
+            one = json_calls(rest[:size], "parameters", "arguments")
+            if one is None:
+                return None
+            calls += one
+            rest = rest[size:].strip().removeprefix(";").strip()
+        return calls
+
+
+class PythonicParser(WholeParser):
+    """A list of calls in Python: `[get(city="Rome"), get(city="Oslo")]` (Llama 3.2 and 4)."""
+
+    openers = ("[",)
+
+    def read(self, text: str) -> list[Call] | None:
+        try:
+            tree = ast.parse(text, mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        if not isinstance(tree, ast.List):
+            return None
+        calls = [_call(node) for node in tree.elts]
+        return None if None in calls else calls
+
+
+def _call(node: ast.expr) -> Call | None:
+    named = isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)) and not node.args
+    if not named or any(word.arg is None for word in node.keywords):
+        return None
+    try:
+        arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
+        json.dumps(arguments)
+    except (ValueError, TypeError):
+        return None
+    return ast.unparse(node.func), arguments

@@ -1,0 +1,88 @@
+"""The attention kernels as models of the plans use them, for offline compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from offroad.triton_kernels.attention import KINDS, Tile, decode_tile, padded, precision_of, prefill_tile, wide
+from offroad.triton_kernels.compile import SHARED, Variant
+from offroad.triton_kernels.kv_rows import store_rows
+from offroad.triton_kernels.paged_decode import SMALLEST, paged_decode, sum_partitions
+from offroad.triton_kernels.paged_prefill import paged_prefill
+
+_POINTERS = {
+    "float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "float8_e5m2": "*u8", "float8_e4m3fn": "*u8"
+}  # fmt: skip
+_TYPES = (
+    {name: "*i32" for name in ("table", "slots", "starts", "widths", "offsets")}
+    | {name: "*fp32" for name in ("k_scale", "v_scale", "part", "part_max", "part_sum")}
+    | {name: "i32" for name in ("q_stride", "table_stride", "k_stride", "v_stride", "partitions", "first_token")}
+)
+_TYPES |= {"scale": "fp32", "softcap": "fp32", "positions": "*i64"}
+_EVERY, _SOME = (80, 86, 89, 90, 100, 120, 121), (80, 89, 90, 120)  # compute capabilities
+# (label, heads, kv_heads, head_dim, window, dtype, kv dtype, for): the shapes of the plans' models that differ most.
+_SHAPES = (
+    ("Qwen3-8B", 32, 8, 128, 0, "bfloat16", "bfloat16", _EVERY),
+    ("Qwen3.5-27B", 24, 4, 256, 0, "bfloat16", "bfloat16", _SOME),
+    ("Gemma-4-31B full", 32, 4, 512, 0, "bfloat16", "bfloat16", _SOME),
+    ("Gemma-4-31B sliding, e5m2", 32, 16, 256, 1024, "bfloat16", "float8_e5m2", (86, 90)),
+    ("Qwen3.5-27B, e4m3", 24, 4, 256, 0, "float16", "float8_e4m3fn", (89, 90)),
+    ("heads of 80 in fp32", 8, 8, 80, 0, "float32", "float32", (86, 90)),
+)
+
+
+def _variant(
+    label: str, function: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile, **more: Any
+) -> Variant:
+    names = [name for name in function.arg_names if name not in constants]
+    signature = {name: _TYPES.get(name) or types[name] for name in names}
+    aligned = tuple(n for n in names if signature[n] in set(_POINTERS.values()) or n == "q_stride")
+    return Variant(
+        label,
+        function,
+        signature,
+        constants,
+        tile.warps,
+        tile.stages,
+        declared=tile.shared or None,
+        aligned=aligned,
+        **more,
+    )
+
+
+def variants() -> Iterator[Variant]:
+    """What the kernels compile to for the models of the plans, for each size of shared memory.
+
+    Prefill is not `hot`: on compute capability 9.0 and 10.0 its sums fill the registers, and what the end needs waits
+    in memory; in the loop only heads of 512 spill, on tiles at the mask's edge.
+    """
+    for label, heads, kv_heads, dim, window, dtype, kv_dtype, archs in _SHAPES:
+        act, rows = _POINTERS[dtype], _POINTERS[kv_dtype]
+        types = {"q": act, "out": act, "k": act, "v": act}
+        types |= {name: rows for name in ("k_pages", "v_pages", "k_fresh", "v_fresh")}
+        kind = KINDS.get(kv_dtype, 0)
+        sizes = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "DIM": dim, "BLOCK_D": padded(dim), "BLOCK": 64}
+        modes = {
+            "KIND": kind,
+            "SCALED": kind == 2,
+            "SOFTCAP": False,
+            "PRECISION": precision_of(dtype),
+            "WINDOW": window,
+        }
+        size = wide(dtype, kv_dtype)
+        for room in sorted({SHARED[arch] for arch in archs}):
+            alike = tuple(arch for arch in archs if SHARED[arch] == room)
+            tile = decode_tile(dim, size, room)
+            constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "BASE": SMALLEST}
+            yield _variant(f"paged_decode, {label}", paged_decode, types, constants, tile, archs=alike)
+            tile = prefill_tile(dim, size, room)
+            constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "OWN": True}
+            yield _variant(f"paged_prefill, {label}", paged_prefill, types, constants, tile, archs=alike, hot=False)
+        small = Tile(0, 0, 4, 3, 0)
+        constants = {name: sizes[name] for name in ("KV_HEADS", "DIM", "BLOCK_D", "BLOCK")}
+        constants |= {"TOKENS": 16, "KIND": kind, "SCALED": kind == 2, "PAGES": True, "FRESH": kind > 0}
+        yield _variant(f"store_rows, {label}", store_rows, types, constants, small, archs=archs[-1:], hot=False)
+    constants = {"HEADS": 32, "GROUP": 8, "DIM": 512, "BLOCK_D": 512, "BLOCK_P": 128, "STEP": 8}
+    constants |= {"WINDOW": 0, "BASE": SMALLEST, "SCALED": False}
+    yield _variant("sum_partitions, Gemma-4-31B full", sum_partitions, {"out": "*bf16"}, constants, small, archs=(90,))

@@ -1,0 +1,64 @@
+"""Entry of the Gated DeltaNet kernels: which problems they take, how tiles are cut, and their shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+from offroad.device.profile import DeviceProfile
+from offroad.ops.spec import Bound, Problem, Registry
+from offroad.triton_kernels.kernel import TritonKernel
+
+LARGEST = 128  # key and value dims of a state that is held in registers
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How chunks are cut: value columns, warps and stages of a program of the scan, and warps of one of the solve.
+
+    `shared`: bytes of the largest tile, of the scan for heads of `LARGEST`, as Triton compiles it.
+    """
+
+    values: int
+    warps: int
+    stages: int
+    solve_warps: int
+    shared: int
+
+
+HOPPER = Tiles(values=32, warps=4, stages=2, solve_warps=4, shared=160_260)  # warpgroups multiply from shared memory
+OTHERS = Tiles(values=32, warps=8, stages=2, solve_warps=8, shared=74_244)
+WIDE = Tiles(values=32, warps=8, stages=1, solve_warps=8, shared=90_112)  # fp32
+
+
+def tiles(device: DeviceProfile, dtype: str) -> Tiles:
+    """Those for activations of a type on a device."""
+    if dtype == "float32":
+        return WIDE
+    return HOPPER if device.compute_capability == (9, 0) else OTHERS
+
+
+def _limits(device: DeviceProfile, problem: Problem) -> str | None:
+    longest = max(problem.size("key_dim"), problem.size("value_dim"))
+    if longest <= LARGEST:
+        return None
+    return f"holds states up to {LARGEST} x {LARGEST} in registers; asked: {longest}"
+
+
+def _bind(device: DeviceProfile, problem: Problem) -> Bound:
+    function = import_module("offroad.triton_kernels.delta_jit").gated_delta
+    return partial(function, tiles=tiles(device, problem.dtype))
+
+
+def register(registry: Registry) -> None:
+    """Adds the kernel, for verify rows and chunks alike."""
+    kernel = TritonKernel(
+        "triton.gated_delta",
+        "gated_delta",
+        _bind,
+        _limits,
+        shared=lambda device, problem: tiles(device, problem.dtype).shared,
+        features=frozenset({"silu", "sigmoid"}),
+    )
+    registry.add(kernel)

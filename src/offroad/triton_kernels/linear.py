@@ -1,0 +1,101 @@
+"""Triton linears as entries of the registry: what they need, and how they are bound. Triton is imported by `bind`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offroad.device.profile import DeviceProfile
+from offroad.ops.spec import Bound, Problem, Registry
+from offroad.quant.packed import Packed, group_of
+from offroad.quant.scheme import layout_of
+from offroad.triton_kernels.kernel import TritonKernel
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
+
+CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
+# Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
+SHARED_OF = {W4: 69632, W8: 82432, "dense": 98304}
+REASON = {
+    W4: "4-bit weights widened in registers, products in the activations' type",
+    W8: "8-bit weights widened in registers, products in the activations' type; native FP8 products are not there yet",
+    "dense": "Triton kernel, each expert's weights once for all of its tokens",
+}
+SMALLEST_GROUP = 16
+GGUF_GROUP = 16  # some of its kinds have 32
+
+
+def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
+    def limits(device: DeviceProfile, problem: Problem) -> str | None:
+        found = layout_of(problem.stored)
+        if found not in CANONICAL[layout]:
+            return f"reads {' and '.join(CANONICAL[layout])}; the weight is {found}"
+        k, experts = problem.size("k"), dict(problem.sizes).get("experts", 0)
+        if experts and problem.size("n") // experts % BLOCK_N:
+            return f"needs experts with a multiple of {BLOCK_N} outputs, not {problem.size('n') // experts}"
+        for kind in problem.stored if found != "dense" else ():
+            group = GGUF_GROUP if kind.startswith("gguf.") else group_of(kind, k)
+            small = SMALLEST_GROUP <= group < BLOCK_K and BLOCK_K % group == 0
+            if not (small or group % BLOCK_K == 0 or group >= k):
+                return f"needs groups of 16, 32, 64, a multiple of {BLOCK_K} or all of k, not {group} ({kind})"
+        return None
+
+    return limits
+
+
+def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import run
+
+    return run
+
+
+def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_grouped import grouped
+
+    return grouped
+
+
+def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """Rows `ids` of an embedding in records times `scale`, [tokens, hidden] in `dtype`."""
+    rows = dequantised_rows(weight, ids).to(dtype)
+    return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype)
+
+
+def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
+    return embed
+
+
+def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
+    return lambda device, problem: SHARED_OF[layout]
+
+
+def register(registry: Registry) -> None:
+    """Adds the linears and embeddings over weights of 4 and of 8 bits, and the linears of experts."""
+    for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
+        limits, shared = _limits(layout), _shared(layout)
+        registry.add(
+            TritonKernel(
+                f"triton.grouped_{name}",
+                "grouped_linear",
+                _bind_grouped,
+                limits,
+                shared,
+                layout=layout,
+                reason=REASON[layout],
+            )
+        )
+    for layout, bits in ((W4, 4), (W8, 8)):
+        limits = _limits(layout)
+        registry.add(
+            TritonKernel(
+                f"triton.linear_w{bits}",
+                "linear",
+                _bind_linear,
+                limits,
+                _shared(layout),
+                features=frozenset({"bias"}),
+                layout=layout,
+                reason=REASON[layout],
+            )
+        )
+        registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))

@@ -1,0 +1,78 @@
+"""Linears of experts: which expert's weight each block of tokens reads, found on the device.
+
+Nothing here waits for the device, and grids depend on shapes alone, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from offroad.quant.packed import Packed
+from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Tile, card, launch, stored, tile, width
+
+PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
+
+
+def blocks_of(pairs: int, count: int, size: int) -> int:
+    """Blocks of `size` that hold `pairs` pairs of `count` experts however they fall."""
+    return min(pairs, pairs // size + count)
+
+
+@cache
+def _alone(pairs: int, size: int, device: torch.device) -> torch.Tensor:
+    """ids of blocks that hold one pair each."""
+    ids = torch.full((pairs, size), pairs, dtype=torch.int64, device=device)
+    ids[:, 0] = torch.arange(pairs, device=device)
+    return ids
+
+
+def sort(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [blocks * size], owner [blocks]), both int64: pairs in blocks of one expert each, a pair's index being its
+    place in `experts` [tokens, top_k]; places without a pair hold tokens * top_k, blocks without any expert -1."""
+    flat = experts.flatten()
+    pairs, device = flat.numel(), flat.device
+    sizes = torch.zeros(count, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
+    needed = (sizes + size - 1) // size
+    ends = needed.cumsum(0)
+    owners, order = flat.sort(stable=True)
+    rank = torch.arange(pairs, device=device) - (sizes.cumsum(0) - sizes)[owners]
+    blocks = blocks_of(pairs, count, size)
+    ids = torch.full((blocks * size,), pairs, dtype=torch.int64, device=device)
+    ids[(ends - needed)[owners] * size + rank] = order
+    owner = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True)
+    return ids, torch.where(owner < count, owner, -1)
+
+
+def grouped(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weight: Packed,
+    count: int,
+    *,
+    invariant: bool = False,
+    choice: Tile | None = None,
+) -> torch.Tensor:
+    """`x w_e^T` for each token's experts; x [tokens, k] or [tokens, top_k, k], experts int64 [tokens, top_k], weight
+    [count * n, k] -> [tokens, top_k, n]. Few pairs are blocks of their own, and each reads its expert's weight; more
+    are sorted by expert, and a block reads it for all of its tokens. `invariant`, `choice`: as in `linear_run.run`."""
+    n, pairs, top_k = weight.n // count, experts.numel(), experts.shape[1]
+    if weight.perm is not None:
+        x = x.index_select(-1, weight.perm)
+    x = x.contiguous()
+    y = torch.empty(*experts.shape, n, dtype=x.dtype, device=x.device)
+    if not pairs:
+        return y
+    it = stored(weight)
+    alone = pairs <= PAIRS and not invariant
+    rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
+    blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
+    at = choice or tile(it.kind, n, weight.k, rows, blocks, card(x.device), x.dtype)
+    if alone:
+        ids, owner = _alone(pairs, at.m, x.device), experts.flatten()
+    else:
+        ids, owner = sort(experts, count, at.m)
+    per_token = top_k if x.ndim == 2 else 1
+    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token)
+    return y

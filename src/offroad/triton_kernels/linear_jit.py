@@ -1,0 +1,286 @@
+"""The linear kernel: `y = x w^T` for few rows, weights kept as they are stored, for plain and grouped linears.
+
+Weights are the left operand of `tl.dot` (its rows are outputs, its columns are tokens), so that a few tokens fill the
+narrow side of a matrix instruction, and nothing is wasted on padding of the wide one. A program owns `BN` outputs, `BM`
+tokens and every `SPLIT`-th part of k. Partial sums of a split go to memory in fp32; the program that comes last adds
+them in the order of the parts, so the result does not depend on who that is.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
+
+BK = tl.constexpr(128)  # k of one step
+
+
+@triton.jit
+def _fragments(p, NT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers [BN, 128] of NT records. The order of a record (see `linear_pack.pack`) is that in which the threads of
+    a warp hold a matrix operand, so this moves nothing between threads."""
+    if (KIND == "int4") or (KIND == "e2m1"):
+        words = tl.reshape(p, (NT * 4, 2, 8, 4, 4))  # 16 outputs, 64 of k, output, pair of k, 16 of k
+        a0, a1, b0, b1, c0, c1, d0, d1 = nibbles(words, DTYPE, KIND == "e2m1", ASM)
+        low = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+        high = tl.join(tl.join(c0, c1), tl.join(d0, d1))
+        parts = tl.join(low, high)  # ..., even or odd k, upper or lower 8 outputs, upper or lower 8 k
+        return tl.reshape(tl.permute(parts, (0, 6, 2, 1, 4, 7, 3, 5)), (BN, BK))
+    else:
+        words = tl.reshape(p, (NT * 4, 2, 2, 8, 4, 4))  # 16 outputs, 64 of k, 8 outputs, output, pair of k, 16 of k
+        a, b, c, d = bytes4(words, DTYPE, KIND == "e4m3", ASM)
+        parts = tl.join(tl.join(a, b), tl.join(c, d))  # ..., even or odd k, upper or lower 8 k
+        return tl.reshape(tl.permute(parts, (0, 2, 3, 1, 5, 7, 4, 6)), (BN, BK))
+
+
+@triton.jit
+def _scales(s, sn, unit, units, s_group, group_units, FOLD: tl.constexpr):
+    """Scales of step `unit` (the last one's past the end), [BN] or [BN, FOLD]; `sn` are offsets of a row's first."""
+    unit = tl.minimum(unit, units - 1)
+    if FOLD > 1:
+        return tl.load(s + sn + unit.to(tl.int64) * (FOLD * s_group))
+    else:
+        return tl.load(s + sn + (unit // group_units).to(tl.int64) * s_group)
+
+
+@triton.jit
+def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
+    """[BN, 128] of scales [BN, FOLD]."""
+    wide = tl.broadcast_to(scales.to(dtype)[:, :, None], (BN, FOLD, BK // FOLD))
+    return tl.reshape(wide, (BN, BK))
+
+
+@triton.jit
+def linear(
+    x,
+    w,
+    s,
+    m,
+    row_scale,
+    bias,
+    y,
+    partial,
+    arrived,
+    ids,
+    owner,
+    rows,
+    n,
+    k,
+    units,
+    per,
+    s_group,
+    group_units,
+    per_token,
+    KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
+    FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
+    E4M3_SCALES: tl.constexpr,
+    HAS_M: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    EVEN: tl.constexpr,  # n % BN == 0 (by rows) and k % 128 == 0 and units % per == 0
+    BN: tl.constexpr,
+    BM: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PER: tl.constexpr,  # per, in the interpreter; else 0
+    ASM: tl.constexpr,
+):
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    DENSE: tl.constexpr = KIND == "dense"
+    WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048  # of a record: 64 outputs by 128 k
+    NT: tl.constexpr = BN // 64
+    pn, ps, pm = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rn = pn * BN + tl.arange(0, BN)
+    rm = pm * BM + tl.arange(0, BM)
+    first_row = tl.cast(0, tl.int64)  # of the weight
+    if GROUPED:
+        expert = tl.load(owner + pm)
+        if expert < 0:
+            return
+        first_row = expert.to(tl.int64) * n
+        rm = tl.load(ids + rm)
+    ok = rm < rows
+    source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
+    kk = tl.arange(0, BK)
+    first = ps * per
+    xp = x + source.to(tl.int64)[None, :] * k + kk[:, None]
+    if not DENSE:
+        i = tl.arange(0, NT * WORDS)
+        wp = w + (first_row // 64 + pn * NT) * units * WORDS + (i // WORDS) * (units * WORDS) + i % WORDS
+    else:
+        wp = w + (first_row + rn.to(tl.int64))[:, None] * k + kk[None, :]
+    if not DENSE:
+        if FOLD > 1:
+            sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
+        else:
+            sn = first_row + rn.to(tl.int64)
+    if not DENSE:  # read one step ahead: Triton prefetches only what a product reads as it is
+        sc = _scales(s, sn, first, units, s_group, group_units, FOLD)
+        if HAS_M:
+            mc = _scales(m, sn, first, units, s_group, group_units, FOLD)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for j in tl.range(0, PER if PER > 0 else per, num_stages=STAGES):
+        unit = first + j
+        if not DENSE:
+            sc_next = _scales(s, sn, unit + 1, units, s_group, group_units, FOLD)
+            if HAS_M:
+                mc_next = _scales(m, sn, unit + 1, units, s_group, group_units, FOLD)
+        if EVEN:
+            xt = tl.load(xp + unit * BK, mask=ok[None, :], other=0.0)
+        else:
+            xt = tl.load(xp + unit * BK, mask=ok[None, :] & (unit * BK + kk < k)[:, None], other=0.0)
+            unit = tl.minimum(unit, units - 1)  # past the end x is 0
+        if not DENSE:
+            wt = _fragments(tl.load(wp + unit * WORDS), NT, BN, KIND, DTYPE, ASM)
+        elif EVEN:
+            wt = tl.load(wp + unit * BK)
+        else:
+            wt = tl.load(wp + unit * BK, mask=(rn < n)[:, None] & (unit * BK + kk < k)[None, :], other=0.0)
+        if not ASM:
+            xt = xt.to(tl.float32)
+            wt = wt.to(tl.float32)
+        if DENSE:
+            acc = tl.dot(wt, xt, acc, input_precision="ieee")
+        elif FOLD > 1:
+            if E4M3_SCALES:
+                wt = wt * _spread(scale_numbers(sc, DTYPE, ASM), FOLD, BN, wt.dtype)
+            else:
+                wt = wt * _spread(sc, FOLD, BN, wt.dtype)
+            if HAS_M:
+                wt = wt + _spread(mc, FOLD, BN, wt.dtype)
+            acc = tl.dot(wt, xt, acc, input_precision="ieee")
+        else:
+            acc += tl.dot(wt, xt, input_precision="ieee") * sc.to(tl.float32)[:, None]
+            if HAS_M:
+                acc += mc.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), axis=0)[None, :]
+        if not DENSE:
+            sc = sc_next
+            if HAS_M:
+                mc = mc_next
+    keep = (rn < n)[:, None] & ok[None, :]
+    out = rm.to(tl.int64)[None, :] * n + rn[:, None]
+    if SPLIT > 1:
+        size = rows.to(tl.int64) * n
+        tl.store(partial + ps * size + out, acc, mask=keep)
+        tl.debug_barrier()  # this program's stores before its arrival
+        place = arrived + pm * tl.num_programs(0) + pn
+        if tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+            return
+        acc = tl.load(partial + out, mask=keep, other=0.0, cache_modifier=".cg")
+        for part in range(1, SPLIT):
+            acc += tl.load(partial + part * size + out, mask=keep, other=0.0, cache_modifier=".cg")
+        tl.atomic_xchg(place, 0)  # ready for the next launch
+    if HAS_ROW_SCALE:
+        acc *= tl.load(row_scale + first_row + rn, mask=rn < n, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def dequantise(
+    w,
+    s,
+    m,
+    row_scale,
+    out,
+    first,
+    last,
+    k,
+    units,
+    s_group,
+    group_units,
+    KIND: tl.constexpr,
+    FOLD: tl.constexpr,
+    E4M3_SCALES: tl.constexpr,
+    HAS_M: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Rows [first, last) of a weight into `out` [last - first, k], scaled in fp32; `first` is a multiple of 64."""
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048
+    BN: tl.constexpr = 64
+    unit = tl.program_id(1)
+    rn = first + tl.program_id(0) * BN + tl.arange(0, BN)
+    kk = unit * BK + tl.arange(0, BK)
+    record = (first // 64 + tl.program_id(0)).to(tl.int64) * units + unit
+    p = tl.load(w + record * WORDS + tl.arange(0, WORDS))
+    wt = _fragments(p, 1, BN, KIND, DTYPE, ASM).to(tl.float32)
+    if FOLD > 1:
+        sn = rn.to(tl.int64)[:, None] + tl.arange(0, FOLD)[None, :] * s_group
+        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
+        if E4M3_SCALES:
+            sc = scale_numbers(sc, tl.float32, False)
+        wt = wt * _spread(sc, FOLD, BN, tl.float32)
+        if HAS_M:
+            wt = wt + _spread(_scales(m, sn, unit, units, s_group, group_units, FOLD), FOLD, BN, tl.float32)
+    else:
+        sn = rn.to(tl.int64)
+        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
+        wt = wt * sc.to(tl.float32)[:, None]
+        if HAS_M:
+            wt = wt + _scales(m, sn, unit, units, s_group, group_units, FOLD).to(tl.float32)[:, None]
+    if HAS_ROW_SCALE:
+        wt = wt * tl.load(row_scale + rn)[:, None]
+    tl.store(
+        out + (rn - first).to(tl.int64)[:, None] * k + kk[None, :],
+        wt.to(DTYPE),
+        mask=(rn < last)[:, None] & (kk < k)[None, :],
+    )
+
+
+def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "bf16", **options: Any) -> Variant:
+    """One specialisation, with the flags of `options` (others are off)."""
+    stored = dtype if kind == "dense" else "i32"
+    scale = "u8" if options.get("E4M3_SCALES") else options.pop("scale", "bf16")
+    pointers = {"x": dtype, "w": stored, "y": dtype, "partial": "fp32", "arrived": "i32"}
+    pointers |= {} if kind == "dense" else {"s": scale}
+    pointers |= {"m": scale} if options.get("HAS_M") else {}
+    pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
+    pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
+    sizes = ("rows", "n", "k", "units", "per", "s_group", "group_units", "per_token")
+    constants = {"KIND": kind, "FOLD": 1, "BN": bn, "BM": bm, "SPLIT": 4, "STAGES": 4, "PER": 0, "EVEN": True}
+    constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
+    warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
+    constants |= options
+    constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
+    aligned = (*pointers, "n", "k", "s_group")
+    return Variant(label, linear, signature, constants, warps, constants["STAGES"], hot, archs, aligned)
+
+
+_FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
+
+
+def _dequantise(label: str, kind: str, **options: Any) -> Variant:
+    pointers = {"w": "*i32", "s": "*bf16", "out": "*bf16"}
+    sizes = dict.fromkeys(("first", "last", "k", "units", "s_group", "group_units"), "i32")
+    constants = {"KIND": kind, "FOLD": 1, "E4M3_SCALES": False, "HAS_M": False, "HAS_ROW_SCALE": False, "ASM": True}
+    archs = options.pop("archs")
+    constants |= {"m": None, "row_scale": None} | options
+    aligned = (*pointers, "k", "s_group")
+    return Variant(label, dequantise, pointers | sizes, constants, archs=archs, aligned=aligned)
+
+
+def variants() -> Iterator[Variant]:
+    """What the models of the plans use, on the GPUs where it differs."""
+    fast, both, hopper = (80, 90, 100, 120), (90, 120), (90,)
+    yield _variant("linear int4 g128, 16 rows", "int4", archs=fast)
+    yield _variant("linear int4 g128, 64 rows", "int4", 64, STAGES=3, archs=hopper)
+    yield _variant("linear int4 g128, 64 rows, narrow", "int4", 64, 64, STAGES=3, archs=(80, 100, 120))
+    yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True, archs=both)
+    yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4, archs=both)
+    yield _variant("linear nvfp4, 16 rows", "e2m1", FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True, archs=both)
+    yield _variant("linear fp8, 16 rows", "e4m3", scale="fp32", STAGES=3, archs=fast)
+    yield _variant("linear fp8, 64 rows", "e4m3", 64, scale="fp32", STAGES=3, archs=hopper)
+    yield _variant("linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", STAGES=3, archs=(80, 120))
+    yield _variant("linear int8, 16 rows", "int8", scale="fp32", STAGES=3, archs=both)
+    yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
+    yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
+    yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
+    yield _dequantise("dequantise int4 g128", "int4", archs=hopper)

@@ -1,0 +1,251 @@
+"""Launches the linear kernels: which regime a number of rows gets, which tile, and the memory in between.
+
+Everything is decided on the host from shapes alone, so that a step can be captured in a CUDA graph; memory is made on
+the first call of a size (a warm-up before capture) and kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+from offroad.quant.packed import Packed
+from offroad.triton_kernels import linear_jit
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
+
+INTERPRETED = triton.knobs.runtime.interpret
+DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
+DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
+ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
+MOST_SPLITS = 16
+INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
+WHOLE = 1 << 30  # steps of a group that is all of k
+
+
+@dataclass(frozen=True)
+class Card:
+    """Streaming multiprocessors, and whether matrix instructions take an operand of 64 rows from registers (wgmma)."""
+
+    sms: int
+    wgmma: bool
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program owns: outputs, tokens, the share of k; and how it is compiled."""
+
+    n: int
+    m: int
+    split: int
+    warps: int = 4
+    stages: int = 4
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A packed weight as the kernel's arguments."""
+
+    kind: str
+    q: torch.Tensor
+    s: torch.Tensor | None = None
+    m: torch.Tensor | None = None
+    r: torch.Tensor | None = None
+    fold: int = 1
+    group_units: int = 1
+    s_group: int = 0
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "KIND": self.kind,
+            "FOLD": self.fold,
+            "E4M3_SCALES": self.s is not None and self.s.dtype == torch.uint8,
+            "HAS_M": self.m is not None,
+            "HAS_ROW_SCALE": self.r is not None,
+        }
+
+
+def stored(weight: Packed) -> Stored:
+    """The weight's tensors and strides. Its group is a power of two below 128, a multiple of 128, or all of k."""
+    if "w" in weight.tensors:
+        return Stored("dense", weight.tensors["w"])
+    assert isinstance(weight, Records), weight.layout
+    group, tensors = weight.group, weight.tensors
+    whole = group >= weight.k
+    fold = BLOCK_K // group if group < BLOCK_K and not whole else 1
+    group_units = WHOLE if whole else max(1, group // BLOCK_K)
+    s = tensors["s"]
+    return Stored(weight.kind, tensors["q"], s, tensors.get("m"), tensors.get("r"), fold, group_units, s.shape[1])
+
+
+def splits(programs: int, units: int, sms: int) -> int:
+    """Parts of k so that there are enough programs: the least number that divides k nearly evenly."""
+    best = 1
+    for parts in range(1, min(MOST_SPLITS, max(1, units // 2)) + 1):
+        if -(-units // parts) * parts > 1.1 * units:
+            continue
+        best = parts
+        if programs * parts >= ENOUGH * sms:
+            break
+    return best
+
+
+def width(rows: int, dtype: torch.dtype) -> int:
+    """Tokens that a program owns when a block has `rows`."""
+    return 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
+
+
+def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype) -> Tile:
+    """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
+    m = width(rows, dtype)
+    whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
+    wide = 128 if whole and (m < 64 or card.wgmma) else 64
+    stages = 2 if dtype == torch.float32 else 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), card.sms), stages=stages)
+
+
+@cache
+def card(device: torch.device) -> Card:
+    """The device that tensors on `device` are on; a small one for the interpreter."""
+    if device.type != "cuda":
+        return Card(4, True)
+    found = torch.cuda.get_device_properties(device)
+    return Card(found.multi_processor_count, found.major == 9)
+
+
+class Memory:
+    """Tensors kept between launches, by device and use; one that must grow leaves the smaller one to the graphs that
+    captured it. Launches of one device use it one after the other: one stream."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
+
+    def get(self, device: torch.device, use: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """At least `size` elements; zeros when it is made."""
+        kept = self.kept.setdefault((device, use), [])
+        if not kept or kept[-1].numel() < size:
+            kept.append(torch.zeros(size, dtype=dtype, device=device))
+        return kept[-1]
+
+
+MEMORY = Memory()
+
+
+def run(
+    x: torch.Tensor,
+    weight: Packed,
+    *,
+    invariant: bool = False,
+    dense_from: int = DENSE_FROM,
+    choice: Tile | None = None,
+) -> torch.Tensor:
+    """`x w^T + bias`; x [tokens, k] -> [tokens, n].
+
+    By the number of rows: few have a tile as narrow as they are, more several tiles of 64 beside each other, and from
+    `dense_from` on the weight is dequantised into memory for torch's GEMM. `invariant` pins one tile and one split of k
+    for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
+    operations at many. `choice` is a tile to measure.
+    """
+    if "w" in weight.tensors:
+        return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
+    if weight.perm is not None:
+        x = x.index_select(1, weight.perm)
+    rows = x.shape[0]
+    if rows >= dense_from and not invariant and choice is None:
+        return through_dense(x, weight)
+    x = x.contiguous()
+    y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
+    if rows:
+        it = stored(weight)
+        assumed = INVARIANT_ROWS if invariant else rows
+        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), card(x.device), x.dtype)
+        launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
+    return y
+
+
+def launch(
+    x: torch.Tensor,
+    it: Stored,
+    y: torch.Tensor,
+    weight: Packed,
+    at: Tile,
+    blocks: int,
+    n: int,
+    ids: torch.Tensor | None = None,
+    owner: torch.Tensor | None = None,
+    per_token: int = 1,
+) -> None:
+    """One launch: y [rows, n] of `blocks` blocks of tokens."""
+    rows, tiles = y.shape[0], -(-n // at.n)
+    partial = arrived = y
+    if at.split > 1:
+        partial = MEMORY.get(x.device, "partial", at.split * rows * n, torch.float32)
+        arrived = MEMORY.get(x.device, "arrived", tiles * blocks, torch.int32)
+    units = -(-weight.k // BLOCK_K)
+    per = -(-units // at.split)
+    whole = it.kind != "dense" or n % at.n == 0
+    linear_jit.linear[(tiles, at.split, blocks)](
+        x,
+        it.q,
+        it.s,
+        it.m,
+        it.r,
+        weight.bias,
+        y,
+        partial,
+        arrived,
+        ids,
+        owner,
+        rows,
+        n,
+        weight.k,
+        units,
+        per,
+        it.s_group,
+        it.group_units,
+        per_token,
+        **it.flags,
+        HAS_BIAS=weight.bias is not None,
+        GROUPED=owner is not None,
+        EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == units,
+        BN=at.n,
+        BM=at.m,
+        SPLIT=at.split,
+        STAGES=at.stages,
+        PER=per if INTERPRETED else 0,
+        ASM=not INTERPRETED and x.dtype != torch.float32,
+        num_warps=at.warps,
+    )
+
+
+def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; x is in its order."""
+    it, n, k = stored(weight), weight.n, weight.k
+    units = -(-k // BLOCK_K)
+    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    step = max(1, DENSE_BYTES // (k * x.element_size() * BLOCK_N)) * BLOCK_N
+    buffer = MEMORY.get(x.device, f"dense {x.dtype}", DENSE_BYTES // x.element_size(), x.dtype)
+    for first in range(0, n, step):
+        last = min(n, first + step)
+        piece = buffer[: (last - first) * k].view(last - first, k)
+        linear_jit.dequantise[(-(-(last - first) // BLOCK_N), units)](
+            it.q,
+            it.s,
+            it.m,
+            it.r,
+            piece,
+            first,
+            last,
+            k,
+            units,
+            it.s_group,
+            it.group_units,
+            **it.flags,
+            ASM=not INTERPRETED and x.dtype != torch.float32,
+        )
+        torch.mm(x, piece.T, out=y[:, first:last])
+    return y if weight.bias is None else y.add_(weight.bias)

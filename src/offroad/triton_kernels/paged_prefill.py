@@ -1,0 +1,135 @@
+"""Triton functions of paged attention for chunks: tiles of queries that walk over older rows in pages and fresh rows.
+
+A query meets its keys in tiles that are aligned to positions, in their order: its answer is bit for bit the same
+wherever the prompt is cut and whatever else is in the step.
+"""
+
+import triton
+import triton.language as tl
+
+from offroad.triton_kernels.kv_rows import loaded
+from offroad.triton_kernels.paged_decode import capped
+
+
+@triton.jit
+def _walk(
+    acc, largest, total, queries, position, first, stop, low, end, start, columns, k_pages, v_pages, k_fresh, v_fresh,
+    factor, softcap,
+    MASKED: tl.constexpr, OWN: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys of positions [first, stop), of which those in [low, end) are there; `first` begins a tile. Not
+    MASKED: every query sees them all.
+
+    A tile that begins before `start` is read from pages: those of its rows that are fresh have been stored there, since
+    the block of position start - 1 is there for the first query.
+    """
+    d = tl.arange(0, BLOCK_D)
+    within = tl.arange(0, TILE)[:, None] * STRIDE + d[None]
+    block = tl.load(columns + first // BLOCK, mask=first < stop, other=0)
+    for at in range(first, stop, TILE):
+        key_at = at + tl.arange(0, TILE)
+        here = (block.to(tl.int64) * BLOCK + at % BLOCK) * STRIDE
+        # One iteration ahead: an address that is loaded in the same one is not prefetched.
+        block = tl.load(columns + tl.minimum(at + TILE, stop - 1) // BLOCK)
+        k_tile, v_tile = k_pages + here, v_pages + here
+        if OWN:
+            fresh = (at - start).to(tl.int64) * STRIDE
+            k_tile = tl.where(at < start, k_tile, k_fresh + fresh)
+            v_tile = tl.where(at < start, v_tile, v_fresh + fresh)
+        k_at, v_at = k_tile + within, v_tile + within
+        if MASKED:
+            there = ((key_at >= low) & (key_at < end))[:, None] & (d < DIM)[None]
+            keys, values = tl.load(k_at, mask=there, other=0), tl.load(v_at, mask=there, other=0)
+        elif DIM < BLOCK_D:
+            keys = tl.load(k_at, mask=(d < DIM)[None], other=0)
+            values = tl.load(v_at, mask=(d < DIM)[None], other=0)
+        else:
+            keys, values = tl.load(k_at), tl.load(v_at)
+        keys, values = loaded(keys, KIND, queries.dtype), loaded(values, KIND, queries.dtype)
+        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * factor
+        if SOFTCAP:
+            scores = capped(scores, softcap) * 1.4426950408889634
+        if MASKED:
+            seen = key_at[None] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key_at[None] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = larger
+        if WINDOW:  # a query's first tiles may hold none of its keys
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(queries.dtype), values, acc, input_precision=PRECISION)
+        largest = larger
+    return acc, largest, total
+
+
+@triton.jit
+def paged_prefill(
+    q, out, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
+    scale, softcap, q_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, heads, dim]. Grid (tiles of BLOCK_M queries of the widest row, kv_heads, rows): tiles beyond a row
+    exit, and a row's last, which have most keys, start first. A query is a token's one of the GROUP heads of a KV head,
+    tokens first. OWN: this step's rows are in `k_fresh`, `v_fresh`, as stored; otherwise in pages like all others.
+    """
+    row, head, tile = tl.program_id(2), tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    width, start = tl.load(widths + row), tl.load(starts + row)
+    if tile * BLOCK_M >= width * GROUP:
+        return
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    of = number // GROUP  # the token in its row
+    real = of < width
+    position = start + of
+    offset = tl.load(offsets + row).to(tl.int64)
+    heads = head * GROUP + number % GROUP
+    d = tl.arange(0, BLOCK_D)
+    inside = real[:, None] & (d < DIM)[None]
+    top = tile * BLOCK_M // GROUP  # the tile's first token
+    q += (offset + top) * q_stride
+    queries = tl.load(q + ((of - top) * q_stride + heads * DIM)[:, None] + d[None], mask=inside, other=0)
+    early = start + top  # positions of the tile's first and last tokens
+    late = start + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, width - 1)
+    low = early * 0
+    if WINDOW:
+        low = tl.maximum(early - WINDOW + 1, 0)
+    factor = scale
+    if SCALED:
+        factor = scale * tl.load(k_scale + head)
+    if not SOFTCAP:
+        factor = factor * 1.4426950408889634  # scores of base 2
+    columns = table + tl.load(slots + row).to(tl.int64) * table_stride
+    k_pages += head * DIM
+    v_pages += head * DIM
+    k_fresh += (offset * KV_HEADS + head) * DIM
+    v_fresh += (offset * KV_HEADS + head) * DIM
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    middle = low // TILE * TILE
+    if not WINDOW:
+        middle = (early + 1) // TILE * TILE
+        acc, largest, total = _walk(
+            acc, largest, total, queries, position, 0, middle, low, late + 1, start, columns,
+            k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
+            False, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
+        )  # fmt: skip
+    acc, largest, total = _walk(
+        acc, largest, total, queries, position, middle, late + 1, low, late + 1, start, columns,
+        k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
+        True, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    norm = 1 / total
+    if SCALED:
+        norm = norm * tl.load(v_scale + head)
+    out += (offset + top) * (KV_HEADS * GROUP * DIM)
+    to = ((of - top) * (KV_HEADS * GROUP) + heads) * DIM
+    tl.store(out + to[:, None] + d[None], (acc * norm[:, None]).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,56 @@
+"""Entries of the kernels that work row by row: norms, rope, activations, embeddings, routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+
+from offroad.device.profile import DeviceProfile
+from offroad.ops.spec import Bound, Problem, Registry
+from offroad.quant.packed import PER_BYTE
+from offroad.triton_kernels.kernel import TritonKernel
+
+LONGEST = 16384  # elements of a row that is held in registers
+
+
+def function(module: str, name: str) -> Callable[[DeviceProfile, Problem], Bound]:
+    """A `bind` that gives the function `name` of a module of this package, imported then."""
+
+    def bind(device: DeviceProfile, problem: Problem) -> Bound:
+        return getattr(import_module(f"offroad.triton_kernels.{module}"), name)
+
+    return bind
+
+
+def at_most(size: str, longest: int) -> Callable[[DeviceProfile, Problem], str | None]:
+    """Limits: the size of that name fits into one program."""
+
+    def limits(device: DeviceProfile, problem: Problem) -> str | None:
+        found = dict(problem.sizes).get(size, 0)
+        return f"holds {size} <= {longest:,} in registers; asked: {found:,}" if found > longest else None
+
+    return limits
+
+
+def _dense_only(device: DeviceProfile, problem: Problem) -> str | None:
+    packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
+    return f"reads dense rows; stored: {packed[0]}" if packed else None
+
+
+def register(registry: Registry) -> None:
+    """Adds a kernel for each op; none of them keeps more than sums in shared memory."""
+    for name in ("norm", "add_norm", "sandwich_norm"):
+        registry.add(TritonKernel(f"triton.{name}", name, function("norms_jit", name), at_most("hidden", LONGEST)))
+    features = frozenset({"qk_norm", "v_norm", "k_eq_v", "q_only", "output_gate", "mrope"})
+    limits = at_most("head_dim", 1024)
+    registry.add(
+        TritonKernel("triton.qkv_rope", "qkv_rope", function("rope_jit", "qkv_rope"), limits, features=features)
+    )
+    kinds = frozenset({"silu", "gelu_tanh"})
+    bind = function("elementwise_jit", "gated_activation")
+    registry.add(TritonKernel("triton.gated_activation", "gated_activation", bind, features=kinds))
+    registry.add(TritonKernel("triton.output_gate", "output_gate", function("elementwise_jit", "output_gate")))
+    bind = function("elementwise_jit", "embed")
+    registry.add(TritonKernel("triton.embed", "embed", bind, _dense_only, layout="dense"))
+    bind, scaled = function("route_jit", "route"), frozenset({"expert_scale"})
+    registry.add(TritonKernel("triton.route", "route", bind, at_most("experts", 4096), features=scaled))

@@ -1,0 +1,40 @@
+"""`offroad bench engine` on a tiny config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from offroad.evidence import engine_bench
+from offroad.evidence.engine_bench import Case
+
+
+def test_the_command(offroad, tmp_path: Path, monkeypatch):
+    config = dict(
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=500,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(engine_bench, "CASES", {"decode_c1": Case(1, 20, True), "prefill_8k": Case(1, 40, False)})
+    out = tmp_path / "record.json"
+    words = ["bench", "engine", "--config", str(tmp_path / "config.json"), "--quantization", "w4a16-g128"]
+    code, text, _ = offroad(*words, "--dummy-weights", "--device", "cpu", "--json", str(out), "--profile")
+    assert code == 0
+    record = json.loads(out.read_text())
+    assert min(record["decode_c1"], record["prefill_8k"], record["ready_s"]) > 0
+    assert record["format"] == engine_bench.FORMAT
+    assert record["plan_fingerprint"] in text
+    assert {entry["op"] for entry in record["profile"]["decode"]["ops"]} >= {"embed", "linear:head"}
+    assert offroad(*words)[0] == 2
+    code, _, err = offroad(*words, "--dummy-weights", "--cases", "decode_c3")
+    assert code == 2
+    assert "decode_c1" in err
