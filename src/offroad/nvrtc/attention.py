@@ -44,7 +44,7 @@ def source(dim: int, tiles: int, e5m2: bool) -> Source:
 
 
 def shared_bytes(dim: int, tiles: int, keys: int) -> int:
-    """Queries, a tile of keys or values, scores (one matrix for each part of the sum over dim), weights, row figures."""
+    """Queries, a tile of keys or values, scores (a matrix for each part of the sum over dim), weights, row figures."""
     rows, room = 8 * tiles, 8 // (keys // 32)
     parts = room // min(tiles, room)
     return 2 * (rows + keys) * (dim + 8) + 4 * parts * rows * (keys + 4) + 2 * rows * (keys + 8) + 12 * rows
@@ -106,13 +106,9 @@ def _usable(x: torch.Tensor | None) -> torch.Tensor | None:
     return x.contiguous()
 
 
-def _check(
-    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: PagedView, e5m2: bool
-) -> None:
+def _check(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, view: PagedView, e5m2: bool) -> None:
     sizes = {"block": view.block, "dim": q.shape[-1]}
-    _SHAPES.check(
-        sizes, q=q, k=k, v=v, k_pages=view.k, v_pages=view.v, k_scale=view.k_scale, v_scale=view.v_scale
-    )
+    _SHAPES.check(sizes, q=q, k=k, v=v, k_pages=view.k, v_pages=view.v, k_scale=view.k_scale, v_scale=view.v_scale)
     wanted = torch.float8_e5m2 if e5m2 else torch.float16
     if q.dtype != torch.float16 or view.k.dtype != wanted:
         raise LaunchError("attention", found=f"{q.dtype} over {view.k.dtype}", accepted=f"torch.float16 over {wanted}")

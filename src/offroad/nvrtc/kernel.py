@@ -31,6 +31,7 @@ class CudaKernel:
     layout: str = ""
     cost: float = 1.0
     reference: bool = False
+    capturable: bool = True  # lengths are read on the device, grids depend on a step's shape
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":

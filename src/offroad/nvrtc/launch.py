@@ -113,6 +113,8 @@ class Shapes:
                 expected = int(word) if word.isdigit() else sizes.setdefault(word, size)
                 if size != expected:
                     raise LaunchError(
-                        f"{self.kernel}: {name}", found=tuple(found), accepted=f"[{', '.join(wanted)}], {word} {expected}"
+                        f"{self.kernel}: {name}",
+                        found=tuple(found),
+                        accepted=f"[{', '.join(wanted)}], {word} {expected}",
                     )
         return sizes

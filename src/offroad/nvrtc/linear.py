@@ -48,7 +48,7 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     groups = {group_of(stored, k) for stored in problem.stored}
     scales = CHUNK[kind] // 16 if min(groups) == 16 else 1
     kernels = {tiles: launch.load(source(kind, tiles, scales), "linear", ARGS) for tiles in TILES}
-    tickets: dict[torch.device, torch.Tensor] = {}
+    tickets: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     def linear(x: torch.Tensor, weight: LaneTiles) -> torch.Tensor:
         x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
@@ -75,12 +75,13 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     return linear
 
 
-def _tickets(kept: dict[torch.device, torch.Tensor], device: torch.device, count: int) -> torch.Tensor:
-    """Counters that are 0 between launches: kernels leave them so."""
-    there = kept.get(device)
-    if there is None or there.numel() < count:
-        kept[device] = there = torch.zeros(count, dtype=torch.int32, device=device)
-    return there
+def _tickets(kept: dict[tuple[torch.device, int], torch.Tensor], device: torch.device, count: int) -> torch.Tensor:
+    """Counters that are 0 between launches: kernels leave them so. They are never given back: a captured graph may hold
+    their address."""
+    place = (device, count)
+    if place not in kept:
+        kept[place] = torch.zeros(count, dtype=torch.int32, device=device)
+    return kept[place]
 
 
 def _check(x: torch.Tensor, weight: LaneTiles, kind: str, scales: int) -> None:

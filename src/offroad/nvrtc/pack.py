@@ -32,7 +32,7 @@ _ROWS = 1 << 12  # output columns packed at a time
 class LaneTiles(Packed):
     """A weight in layout `cuda.sm70.tile32`: tensors
 
-    - `q4`, `f8`, `f4` or `q8`: uint8 [n / 32, k / chunk, 32, 16]: lane l has column 8 ((l / 4) % 4) + l % 4 + 4 (l / 16)
+    - `q4`, `f8`, `f4` or `q8`: uint8 [n / 32, k / chunk, 32, 16]: lane l has column 8 (l / 4 % 4) + l % 4 + 4 (l / 16)
       of the 32; columns beyond n are 0;
     - `s`: fp16 [n / 32, groups, 32] by lane, or for integers [.., 32, 2] of scale and minus zero: w = (q - zero) * s.
 
@@ -116,7 +116,13 @@ def unpack(tiles: LaneTiles) -> torch.Tensor:
 
     kind, device = tiles.kind, tiles.tensors["s"].device
     back = torch.argsort(_lanes(device))
-    q = tiles.tensors[kind].transpose(1, 2)[:, back].flatten(0, 1).flatten(1).unflatten(1, (-1, 4 if kind[1] == "4" else 8))
+    q = (
+        tiles.tensors[kind]
+        .transpose(1, 2)[:, back]
+        .flatten(0, 1)
+        .flatten(1)
+        .unflatten(1, (-1, 4 if kind[1] == "4" else 8))
+    )
     undo = torch.argsort(torch.tensor(_ORDER[kind], device=device))
     if kind[1] == "4":
         q = torch.stack((q & 15, q >> 4), dim=-1).flatten(2)[..., undo]

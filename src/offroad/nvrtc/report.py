@@ -1,4 +1,5 @@
-"""What the SM70 kernels need, and what a V100 can do at best: `python -m offroad.nvrtc.report` prints the table.
+"""What the SM70 kernels need, and what a V100 can do at best: `python -m offroad.nvrtc.report` prints the table,
+and fails if a kernel has a fault.
 
 `--export FOLDER` compiles every kernel into a folder that stands in for the cache on a machine without NVRTC 12.
 """
@@ -40,6 +41,15 @@ class Report:
         taken = -(-self.registers // 8) * 8 * threads
         by_shared = _SM_SHARED[self.target] // self.variant.source.shared if self.variant.source.shared else 32
         return min(_SM_REGISTERS // taken, by_shared, _SM_THREADS[self.target] // threads)
+
+    @property
+    def fault(self) -> str | None:
+        """What a V100 owner would notice: spills, or scalar code where tensor cores should work; None: nothing."""
+        if self.spilled and self.target == "sm_70":
+            return f"{self.variant.label} spills {self.spilled} bytes"
+        if self.variant.tensor and not self.tensor_instructions:
+            return f"{self.variant.label} has no tensor-core instruction for {self.target}"
+        return None
 
     @property
     def milliseconds(self) -> float:
@@ -85,20 +95,20 @@ def disassembler() -> Path:
     return tool
 
 
-def table() -> str:
+def table(found: list[Report]) -> str:
     """The table of docs/perf/volta.md."""
     lines = [
-        "| kernel | arch | shared B | registers | spilled B | HMMA | blocks an SM | launch | MB | GFLOP | V100 ms at best |",
+        "| kernel | arch | shared B | registers | spilled B | HMMA | blocks an SM | launch | MB | GFLOP "
+        "| V100 ms at best |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for target in SHARED:
-        for report in reports(target):
-            variant = report.variant
-            lines.append(
-                f"| {variant.label} | {target} | {variant.source.shared:,} | {report.registers} | {report.spilled} "
-                f"| {report.tensor_instructions} | {report.blocks} | {variant.launch} | {variant.bytes / 1e6:,.2f} "
-                f"| {variant.operations / 1e9:,.3f} | {report.milliseconds:.4f} |"
-            )
+    for report in found:
+        variant = report.variant
+        lines.append(
+            f"| {variant.label} | {report.target} | {variant.source.shared:,} | {report.registers} | {report.spilled} "
+            f"| {report.tensor_instructions} | {report.blocks} | {variant.launch} | {variant.bytes / 1e6:,.2f} "
+            f"| {variant.operations / 1e9:,.3f} | {report.milliseconds:.4f} |"
+        )
     return "\n".join(lines)
 
 
@@ -113,7 +123,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m offroad.nvrtc.report", description=__doc__.splitlines()[0])
     parser.add_argument("--export", type=Path, metavar="FOLDER", help="compile to PTX into a folder instead")
     folder = parser.parse_args().export
-    print(table() if folder is None else f"{export(folder)} files in {folder}")
+    if folder is not None:
+        print(f"{export(folder)} files in {folder}")
+        return
+    found = [report for target in SHARED for report in reports(target)]
+    print(table(found))
+    if faults := [report.fault for report in found if report.fault]:
+        raise SystemExit("\n".join(faults))
 
 
 if __name__ == "__main__":

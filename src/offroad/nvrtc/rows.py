@@ -16,7 +16,9 @@ NORM, GATE, ROPE = Source("norm.cu", shared=64), Source("gate.cu"), Source("rope
 NORM_ARGS, GATE_ARGS, ROPE_ARGS = "@6P2q2i2f", "@3P2q4i", "@8P2q10i2f"
 THREADS = 256
 _WIDE = 8  # numbers that a thread takes at once: 16 bytes
-_RESIDUAL = Shapes.of("residual add and norm", x="tokens hidden", residual="tokens hidden", weight="hidden", post="hidden")
+_RESIDUAL = Shapes.of(
+    "residual add and norm", x="tokens hidden", residual="tokens hidden", weight="hidden", post="hidden"
+)
 _GATED = Shapes.of("output_gate", x="tokens width", qkv="tokens _")
 _QKV = Shapes.of("qkv_rope", qkv="tokens n", q_norm="dim", k_norm="dim", table="_ turned")
 
@@ -67,9 +69,7 @@ def bind_sandwich_norm(device: DeviceProfile, problem: Problem) -> Bound:
         x, residual = _rows(x, "add_norm"), _rows(residual, "add_norm")
         out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
         pointers = (_address(t) for t in (x, residual, post, weight, out, total))
-        kernel.launch(
-            (x.shape[0], 1, 1), THREADS, *pointers, x.stride(0), residual.stride(0), x.shape[1], 0, eps, 0.0
-        )
+        kernel.launch((x.shape[0], 1, 1), THREADS, *pointers, x.stride(0), residual.stride(0), x.shape[1], 0, eps, 0.0)
         return out, total
 
     return sandwich_norm
@@ -126,9 +126,7 @@ def bind_qkv_rope(device: DeviceProfile, problem: Problem) -> Bound:
         qkv, positions = qkv if qkv.stride(1) == 1 else qkv.contiguous(), positions.contiguous()
         tokens, shape = qkv.shape[0], {"dtype": qkv.dtype, "device": qkv.device}
         q = torch.empty((tokens, spec.heads, spec.head_dim), **shape)
-        k, v = (
-            torch.empty((tokens, spec.kv_heads, spec.head_dim), **shape) if spec.own_kv else None for _ in range(2)
-        )
+        k, v = (torch.empty((tokens, spec.kv_heads, spec.head_dim), **shape) if spec.own_kv else None for _ in range(2))
         height, width = spec.rope.sections if spec.rope.sections and positions.ndim == 2 else (0, 0)
         flags = (int(spec.k_eq_v), int(spec.v_norm), int(spec.own_kv))
         heads = spec.heads + (2 * spec.kv_heads if spec.own_kv else 0)

@@ -42,7 +42,7 @@ def sources() -> list[Source]:
 
 
 def _attention() -> Iterator[Variant]:
-    """Decode with one tile of rows, verify with four, chunks; KV heads and groups as a usual model of that head size."""
+    """Decode with one tile of rows, verify with four, chunks; KV heads and groups as usual for that head size."""
     for dim, kv_heads, group in ((32, 4, 1), (64, 8, 4), (128, 8, 4), (256, 4, 6), (512, 4, 8)):
         for e5m2 in (False, True):
             row = 2 * kv_heads * dim * (1 if e5m2 else 2)
@@ -66,9 +66,13 @@ def _attention() -> Iterator[Variant]:
             )
 
 
+# Kind, bits of a weight, group, bytes of a group's scale (and zero).
+_KINDS = (("q4", 4, 128, 4), ("f8", 8, 128, 2), ("f4", 4, 16, 2), ("f4", 4, 32, 2), ("q8", 8, 128, 4))
+
+
 def _linear() -> Iterator[Variant]:
     n, k = 34_816, 5_120
-    for kind, bits, group, scale in (("q4", 4, 128, 4), ("f8", 8, 128, 2), ("f4", 4, 16, 2), ("q8", 8, 128, 4)):
+    for kind, bits, group, scale in _KINDS:
         weights = n * k * bits // 8 + n * k // group * scale
         for tiles, tokens in ((1, 1), (2, 16), (4, 32), (8, CHUNK)):
             yield Variant(
@@ -82,11 +86,12 @@ def _linear() -> Iterator[Variant]:
 
 
 def _delta() -> Iterator[Variant]:
-    heads, dim, channels = 48, 128, 10_240
-    made = delta.source(dim, dim, 4)
-    yield Variant(made, "convolve", f"1 token, {channels} channels", channels * (2 * 5 + 16), 8 * channels)
-    state = heads * dim * dim
-    yield Variant(made, "rule", f"1 token, {heads} heads", 2 * 4 * state, 7 * state)
+    """Qwen3.5's heads, and small ones that models for tests have."""
+    for heads, dim, channels in ((48, 128, 10_240), (8, 16, 256)):
+        made = delta.source(dim, dim, 4)
+        yield Variant(made, "convolve", f"1 token, {channels} channels", channels * (2 * 5 + 16), 8 * channels)
+        state = heads * dim * dim
+        yield Variant(made, "rule", f"1 token, {heads} heads", 2 * 4 * state, 7 * state)
 
 
 def _rows() -> Iterator[Variant]:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import CASES, Case, expected, inputs
-from emulated import ORDER, load, needs_compiler
+from sm70_attention_cases import CASES, Case, expected, inputs
+from sm70_emulated import ORDER, load, needs_compiler
 
 from offroad.device.profile import load_profile
 from offroad.nvrtc import attention, launch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import ORDER, load, needs_compiler
+from sm70_emulated import ORDER, load, needs_compiler
 
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 from delta_cases import EPS, SPEC, Part, inputs_of, rows_of, weights_of  # noqa: E402

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated import ORDER, load, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from weight_cases import CASES, Case, tokens, weight
+from sm70_emulated import ORDER, load, needs_compiler
+from sm70_weight_cases import CASES, Case, tokens, weight
 
 from offroad.device.profile import load_profile
 from offroad.errors import PlanError

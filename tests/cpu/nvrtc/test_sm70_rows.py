@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated import load, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sm70_emulated import load, needs_compiler
 
 from offroad.device.profile import load_profile
 from offroad.models.spec import AttentionSpec, RopeSpec
@@ -44,7 +44,9 @@ def test_norms(tokens: int, hidden: int, seed: int):
     close(rows.bind_norm(V100, PROBLEM)(x, weight, EPS), norm.norm(x.float(), weight, EPS), norm)
     close(rows.bind_norm(V100, PROBLEM)(x, None, EPS), norm.norm(x.float(), None, EPS), norm)
     for found, wanted in zip(
-        rows.bind_add_norm(V100, PROBLEM)(x, residual, weight, EPS), norm.add_norm(x, residual, weight, EPS), strict=True
+        rows.bind_add_norm(V100, PROBLEM)(x, residual, weight, EPS),
+        norm.add_norm(x, residual, weight, EPS),
+        strict=True,
     ):
         close(found, wanted, norm)
     for found, wanted in zip(
@@ -59,9 +61,7 @@ def test_norms(tokens: int, hidden: int, seed: int):
 @settings(max_examples=8, deadline=None)
 def test_gated_activation(tokens: int, size: int, kind: str):
     x = torch.randn(tokens, 2 * size).half() * 4
-    close(
-        rows.bind_gated_activation(V100, PROBLEM)(x, kind), activation.gated_activation(x.float(), kind), activation
-    )
+    close(rows.bind_gated_activation(V100, PROBLEM)(x, kind), activation.gated_activation(x.float(), kind), activation)
 
 
 SPEC = AttentionSpec(4, 2, 32, 1.0, RopeSpec(16, 1e4), output_gate=True, qk_norm=True)

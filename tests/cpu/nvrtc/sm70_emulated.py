@@ -1,4 +1,4 @@
-"""Kernels of offroad.nvrtc run on the CPU: compiled as C++ against emulator/, launched as on a GPU, arguments and all."""
+"""Kernels of offroad.nvrtc on the CPU: compiled as C++ against emulator/, launched as on a GPU, arguments and all."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ _ENTRY = """
 __attribute__((aligned(16))) unsigned char shared[SHARED_ROOM];
 {launches}
 """
+_SIZE = """
+extern "C" unsigned size_of_args() { return sizeof(Args); }
+"""
 _LAUNCH = """
-extern "C" unsigned size_of_args() {{ return sizeof(Args); }}
-""", """
-extern "C" void launch_{name}(const Args* args, const unsigned* grid, unsigned threads, unsigned bytes, unsigned order) {{
+extern "C" void launch_{name}(
+    const Args* args, const unsigned* grid, unsigned threads, unsigned bytes, unsigned order
+) {{
     emulator::run([=] {{ {name}(*args); }}, grid, threads, bytes, order);
 }}
 """
@@ -73,7 +76,7 @@ def load(source: Source, name: str, layout: str) -> Function:
 def _library(source: Source) -> ctypes.CDLL:
     text = (FOLDER / "kernels" / source.file).read_text()
     names = [line.split("(")[-2].split()[-1] for line in text.splitlines() if line.startswith('extern "C" __global__')]
-    launches = _LAUNCH[0].format() + "".join(_LAUNCH[1].format(name=name) for name in names)
+    launches = _SIZE + "".join(_LAUNCH.format(name=name) for name in names)
     folder = Path(tempfile.mkdtemp(prefix="offroad-emulated-"))
     made = folder / f"{hashlib.blake2b(repr(source).encode(), digest_size=8).hexdigest()}.so"
     entry = folder / "entry.cpp"
