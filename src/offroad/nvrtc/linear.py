@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from offroad.device.profile import DeviceProfile
@@ -14,10 +16,11 @@ from offroad.ops.spec import Bound, Problem
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 
-ARGS = "@7Pq6ifi"  # `Args` of the kernel
+ARGS = "@8Pq6ifi"  # `Args` of the kernel
 TILES = (1, 2, 4, 8)  # row tiles of a block; a warp has all of them, more rows make more blocks
 THREADS = 256
 MAX_SPLITS = 8
+MAX_GRID = 65_535  # blocks in the second dimension
 
 
 def source(kind: str, tiles: int, scales: int = 1) -> Source:
@@ -40,39 +43,84 @@ def splits_of(units: int, n: int, k: int, kind: str, tiles: int, row_blocks: int
     return max(1, min(2 * units // blocks, steps // 2, MAX_SPLITS))
 
 
-def bind(device: DeviceProfile, problem: Problem) -> Bound:
-    """The op `linear`."""
-    k = problem.size("k")
-    layout = layout_of(problem.stored)
-    kind = KINDS[layout]
-    groups = {group_of(stored, k) for stored in problem.stored}
-    scales = CHUNK[kind] // 16 if min(groups) == 16 else 1
-    kernels = {tiles: launch.load(source(kind, tiles, scales), "linear", ARGS) for tiles in TILES}
-    tickets: dict[tuple[torch.device, int], torch.Tensor] = {}
+@dataclass(frozen=True)
+class _Linears:
+    """The kernels for one kind of weights, with the counters of their splits."""
 
-    def linear(x: torch.Tensor, weight: LaneTiles) -> torch.Tensor:
-        x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-        _check(x, weight, kind, scales)
-        tokens = x.shape[0]
-        tiles = next((size for size in TILES if tokens <= 8 * size), TILES[-1])
-        row_blocks, columns = -(-tokens // (8 * tiles)), -(-weight.n // (COLUMNS * tiles))
-        splits = splits_of(device.units, weight.n, weight.k, kind, tiles, row_blocks)
-        out = torch.empty((tokens, weight.n), dtype=x.dtype, device=x.device)
-        partial = torch.empty(0 if splits == 1 else splits * tokens * weight.n, device=x.device)
-        turn = _tickets(tickets, x.device, row_blocks * columns if splits > 1 else 0)
-        pointers = (x, out, weight.bias, weight.tensors[kind], weight.tensors["s"], partial, turn)
-        kernels[tiles].launch(
+    kind: str
+    scales: int
+    units: int
+    kernels: dict[int, launch.Function]
+    tickets: dict[tuple[torch.device, int], torch.Tensor] = field(default_factory=dict)
+
+    def run(self, x: torch.Tensor, weight: LaneTiles, out: torch.Tensor, experts: torch.Tensor | None) -> None:
+        """out [rows, n] = x W^T; with `experts` int64 [rows], row i takes that expert's n rows of the weight, and row
+        i / (rows / len(x)) of x."""
+        rows, n = out.shape
+        tiles = 1 if experts is not None else next((size for size in TILES if rows <= 8 * size), TILES[-1])
+        row_blocks = rows if experts is not None else -(-rows // (8 * tiles))
+        columns = -(-n // (COLUMNS * tiles))
+        splits = splits_of(self.units, n, weight.k, self.kind, tiles, row_blocks)
+        partial = torch.empty(0 if splits == 1 else splits * rows * n, device=x.device)
+        turn = _tickets(self.tickets, x.device, row_blocks * columns if splits > 1 else 0)
+        pointers = (x, out, weight.bias, weight.tensors[self.kind], weight.tensors["s"], partial, turn, experts)
+        self.kernels[tiles].launch(
             (columns, row_blocks, splits),
             THREADS,
             *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
             x.stride(0),
-            *(tokens, weight.n, weight.k, weight.group, weight.tensors["s"].shape[1], splits),
-            weight.alpha,
-            0,
+            *(rows, n, weight.k, weight.group, weight.tensors["s"].shape[1], splits),
+            *(weight.alpha, rows // x.shape[0]),
         )
+
+
+def _linears(device: DeviceProfile, problem: Problem, sizes: tuple[int, ...]) -> _Linears:
+    kind = KINDS[layout_of(problem.stored)]
+    group = min(group_of(stored, problem.size("k")) for stored in problem.stored)
+    scales = CHUNK[kind] // 16 if group == 16 else 1
+    kernels = {tiles: launch.load(source(kind, tiles, scales), "linear", ARGS) for tiles in sizes}
+    return _Linears(kind, scales, device.units, kernels)
+
+
+def bind(device: DeviceProfile, problem: Problem) -> Bound:
+    """The op `linear`."""
+    linears = _linears(device, problem, TILES)
+
+    def linear(x: torch.Tensor, weight: LaneTiles) -> torch.Tensor:
+        x = _usable(x)
+        _check(x, weight, linears)
+        out = torch.empty((x.shape[0], weight.n), dtype=x.dtype, device=x.device)
+        linears.run(x, weight, out, None)
         return out
 
     return linear
+
+
+def bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
+    """The op `grouped_linear`: a block of the grid for each token and expert of its."""
+    linears = _linears(device, problem, (1,))
+
+    def grouped_linear(x: torch.Tensor, experts: torch.Tensor, weight: LaneTiles, count: int) -> torch.Tensor:
+        x = _usable(x.flatten(0, 1) if x.ndim == 3 else x)
+        _check(x, weight, linears)
+        n = weight.n // count
+        if n % COLUMNS or experts.dtype != torch.int64 or experts.numel() % x.shape[0]:
+            found = f"{count} x {n} rows, {experts.dtype} {tuple(experts.shape)} for {x.shape[0]} rows of x"
+            raise LaunchError("grouped_linear", found=found, accepted=f"experts of a multiple of {COLUMNS} rows, int64")
+        out = torch.empty((*experts.shape, n), dtype=x.dtype, device=x.device)
+        flat, chosen, share = out.flatten(0, 1), experts.reshape(-1), experts.numel() // x.shape[0]
+        step = MAX_GRID // share * share
+        for at in range(0, flat.shape[0], step):
+            part = slice(at, at + step)
+            linears.run(x[at // share : -(-(at + step) // share)], weight, flat[part], chosen[part])
+        return out
+
+    return grouped_linear
+
+
+def _usable(x: torch.Tensor) -> torch.Tensor:
+    """x itself if its rows are whole 16-byte words, else a copy."""
+    return x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 def _tickets(kept: dict[tuple[torch.device, int], torch.Tensor], device: torch.device, count: int) -> torch.Tensor:
@@ -84,12 +132,13 @@ def _tickets(kept: dict[tuple[torch.device, int], torch.Tensor], device: torch.d
     return kept[place]
 
 
-def _check(x: torch.Tensor, weight: LaneTiles, kind: str, scales: int) -> None:
+def _check(x: torch.Tensor, weight: LaneTiles, linears: _Linears) -> None:
+    kind = linears.kind
     if weight.kind != kind or x.dtype != torch.float16:
         raise LaunchError("linear", found=f"{x.dtype} by {weight.kind}", accepted=f"torch.float16 by {kind}")
     if x.ndim != 2 or x.shape[1] != weight.k:
         raise LaunchError("linear: x", found=tuple(x.shape), accepted=f"[tokens, {weight.k}]")
-    if (weight.group < CHUNK[kind]) != (scales > 1):
+    if (weight.group < CHUNK[kind]) != (linears.scales > 1):
         raise LaunchError("linear: group", found=weight.group, accepted="the groups that the headers foretold")
     if weight.bias is not None and weight.bias.dtype != torch.float16:
         raise LaunchError("linear: bias", found=weight.bias.dtype, accepted="torch.float16")
@@ -109,15 +158,19 @@ def limits(problem: Problem) -> str | None:
     return unfit(layout, k, groups.pop())
 
 
+def grouped_limits(problem: Problem) -> str | None:
+    n = problem.size("n") // problem.size("experts")
+    return f"needs experts of a multiple of {COLUMNS} rows; asked: {n}" if n % COLUMNS else limits(problem)
+
+
+def _shared(problem: Problem) -> int:
+    return max(source(kind, tiles).shared for kind in NUMBERS for tiles in TILES)
+
+
+_ONLY = frozenset({VOLTA})  # elsewhere m8n8k4 is scalar code, but for 7.5
 KERNELS = (
+    CudaKernel("cuda.sm70_linear", "linear", bind, limits, _shared, frozenset({"bias"}), _ONLY, LAYOUT),
     CudaKernel(
-        "cuda.sm70_linear",
-        "linear",
-        bind,
-        limits,
-        lambda problem: max(source(kind, tiles).shared for kind in NUMBERS for tiles in TILES),
-        frozenset({"bias"}),
-        frozenset({VOLTA}),
-        LAYOUT,
+        "cuda.sm70_grouped_linear", "grouped_linear", bind_grouped, grouped_limits, _shared, frozenset(), _ONLY, LAYOUT
     ),
 )

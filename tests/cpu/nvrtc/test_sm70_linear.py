@@ -83,3 +83,22 @@ def test_splits_give_the_same_whatever_block_comes_last(monkeypatch):
         ORDER.seed = seed
         outputs.append(bound(x, packed))
     assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_choice", [False, True])
+def test_experts(by_choice: bool, monkeypatch):
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(linear, "MAX_GRID", 7)
+    case = Case("affine4", 3 * 32, 512, 64, 4)
+    sizes = (("experts", 3), ("k", case.k), ("n", case.n))
+    problem = replace(case.problem, op="grouped_linear", sizes=sizes)
+    assert linear.grouped_limits(problem) is None
+    experts = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
+    x = tokens(replace(case, tokens=8)).unflatten(0, (4, 2)) if by_choice else tokens(case)
+    w = dequantise(weight(case)).view(3, 32, case.k)
+    wanted = torch.einsum("tcnk,tck->tcn", w[experts], (x if by_choice else x[:, None].expand(4, 2, -1)).float())
+    found = linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 3)
+    torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    with pytest.raises(launch.LaunchError, match="multiple of 32"):
+        linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 2)

@@ -26,13 +26,25 @@ struct Args {
     const void* scales;    // [n / 32, groups, 32] of halves, or of (scale, zero) pairs for integers
     float* partial;        // [splits, tokens, n]
     u32* tickets;          // one a block of the output, 0 between launches
+    const i64* experts;    // of each row of the output; null: one matrix for all
     i64 x_row;
     int tokens, n, k, group, groups, splits;
     float alpha;  // what scales were divided by
-    int unused;
+    int share;    // rows of the output that a row of x has
 };
 
 extern __shared__ __align__(16) unsigned char shared[];
+
+// The row of the output that row `r` of the block is; with experts a block has one.
+__device__ __forceinline__ int token_of(const Args& p, int r) {
+    if (p.experts) return r == 0 ? blockIdx.y : p.tokens;
+    return blockIdx.y * M + r;
+}
+
+// What numbers of columns are counted from: the tile of the block's expert, or 0.
+__device__ __forceinline__ int first_tile(const Args& p) {
+    return p.experts ? (int)p.experts[blockIdx.y] * (p.n / 32) : 0;
+}
 
 #define EACH_PAIR(at) _Pragma("unroll") for (int at = 0; at < 4; at++)
 
@@ -76,16 +88,16 @@ struct Stage {
     uint4 x[X_LOADS];
 };
 
-__device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int tile, int part) {
+__device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int tile, int base, int part) {
     const int lane = threadIdx.x % 32, chunks = p.k / CHUNK;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const int chunk = (step * WK + part) * CHUNKS + c;
         const bool there = chunk < chunks && tile * 32 < p.n;
-        stage.weights[c] = there ? __ldcs(p.weights + ((i64)tile * chunks + chunk) * 32 + lane) : make_uint4(0, 0, 0, 0);
+        stage.weights[c] = there ? __ldcs(p.weights + ((i64)(base + tile) * chunks + chunk) * 32 + lane) : make_uint4(0, 0, 0, 0);
 #pragma unroll
         for (int s = 0; s < SCALES; s++) {
-            const i64 at = ((i64)tile * p.groups + (chunk * CHUNK + s * (CHUNK / SCALES)) / p.group) * 32 + lane;
+            const i64 at = ((i64)(base + tile) * p.groups + (chunk * CHUNK + s * (CHUNK / SCALES)) / p.group) * 32 + lane;
             u32 scale = 0;
             if (there && PAIRS) scale = __ldg(reinterpret_cast<const u32*>(p.scales) + at);
             if (there && !PAIRS) scale = __ldg(reinterpret_cast<const u16*>(p.scales) + at) * 0x10001u;
@@ -94,10 +106,10 @@ __device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int
     }
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-        const int index = i * THREADS + threadIdx.x, token = blockIdx.y * M + index / (ROW / 8);
+        const int index = i * THREADS + threadIdx.x, token = token_of(p, index / (ROW / 8));
         const int k = step * ROW + index % (ROW / 8) * 8;
         const bool there = token < p.tokens && k < p.k;
-        stage.x[i] = there ? *reinterpret_cast<const uint4*>(p.x + token * p.x_row + k) : make_uint4(0, 0, 0, 0);
+        stage.x[i] = there ? *reinterpret_cast<const uint4*>(p.x + token / p.share * p.x_row + k) : make_uint4(0, 0, 0, 0);
     }
 }
 
@@ -146,7 +158,7 @@ __device__ __forceinline__ void finish(const Args& p, int token, int column, flo
 
 // A number of the block's tile: the output, or a part of it.
 __device__ __forceinline__ void keep(const Args& p, int row, int column, float sum) {
-    const int token = blockIdx.y * M + row;
+    const int token = token_of(p, row);
     if (token >= p.tokens || column >= p.n) return;
     if (p.splits == 1) finish(p, token, column, sum);
     else p.partial[((i64)blockIdx.z * p.tokens + token) * p.n + column] = sum;
@@ -163,7 +175,7 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (!*last) return;
     __threadfence();
     for (int index = threadIdx.x; index < M * WN * 32; index += THREADS) {
-        const int token = blockIdx.y * M + index / (WN * 32), column = blockIdx.x * WN * 32 + index % (WN * 32);
+        const int token = token_of(p, index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
         if (token >= p.tokens || column >= p.n) continue;
         float sum = 0.f;
         for (int split = 0; split < p.splits; split++)
@@ -173,19 +185,20 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (threadIdx.x == 0) *ticket = 0;
 }
 
-// Grid: 32 * WARPS_N columns, M tokens, splits of k.
+// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert), splits of k.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear(const Args p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / WN, tile = blockIdx.x * WN + warp % WN;
+    const int base = first_tile(p);
     const int steps = (p.k + ROW - 1) / ROW, each = ceil_div(steps, p.splits);
     const int begin = blockIdx.z * each, end = min(steps, begin + each);
     float sums[MT][8] = {};
     Stage stage;
-    if (begin < end) fetch(stage, p, begin, tile, part);
+    if (begin < end) fetch(stage, p, begin, tile, base, part);
     for (int step = begin; step < end; step++) {
         put_x(stage);
         __syncthreads();
         Stage now = stage;
-        if (step + 1 < end) fetch(stage, p, step + 1, tile, part);
+        if (step + 1 < end) fetch(stage, p, step + 1, tile, base, part);
         compute(sums, now, part);
         __syncthreads();
     }

@@ -11,13 +11,22 @@ struct half2 {
     half x, y;
 };
 
-inline float __half2float(half h) {
+inline float value_of(half h) {
     int sign = h.bits >> 15, exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
     float magnitude = exponent == 0    ? std::ldexp((float)mantissa, -24)
                       : exponent == 31 ? (mantissa ? NAN : INFINITY)
                                        : std::ldexp((float)(1024 + mantissa), exponent - 25);
     return sign ? -magnitude : magnitude;
 }
+
+struct Values {
+    float of[65536];
+    Values() {
+        for (int bits = 0; bits < 65536; bits++) of[bits] = value_of({(uint16_t)bits});
+    }
+};
+inline const Values values;
+inline float __half2float(half h) { return values.of[h.bits]; }
 
 // To the nearest, ties to even, or toward zero.
 inline half from_float(double x, bool nearest) {

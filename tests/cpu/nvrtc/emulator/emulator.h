@@ -2,6 +2,7 @@
 // does together. Blocks run one after the other, threads of a block in an order that the caller picks: a kernel whose
 // result depends on it lacks a barrier.
 #pragma once
+#include <csetjmp>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -53,21 +54,24 @@ struct Warp {
     long round = 0;
 };
 struct Thread {
-    ucontext_t context;
+    ucontext_t context;  // to begin with; then `jump`, which asks nothing of the system
+    jmp_buf jump;
     Index index;
     int number;
-    bool done;
+    bool done, begun;
 };
 inline std::vector<Thread> threads;
 inline std::vector<Warp> warps;
 inline std::vector<char> stacks;
-inline ucontext_t home;
+inline jmp_buf home;
 inline Thread* current;
 inline int waiting, live;
 inline long round_number;
 inline std::function<void()> body;
 
-inline void give_way() { swapcontext(&current->context, &home); }
+inline void give_way() {
+    if (!_setjmp(current->jump)) _longjmp(home, 1);
+}
 
 inline void enter() {
     body();
@@ -79,6 +83,15 @@ inline void enter() {
         std::fprintf(stderr, "a thread left while its warp waited for it\n");
         std::abort();
     }
+    _longjmp(home, 1);
+}
+
+inline void go_on(Thread& thread) {
+    current = &thread;
+    if (_setjmp(home)) return;
+    if (thread.begun) _longjmp(thread.jump, 1);
+    thread.begun = true;
+    setcontext(&thread.context);
 }
 
 inline Warp& warp_barrier() {
@@ -166,12 +179,11 @@ inline void run(std::function<void()> call, const unsigned grid[3], unsigned siz
         live = size, waiting = 0;
         for (unsigned i = 0; i < size; i++) {
             Thread& thread = threads[i];
-            thread.index = {i, 0, 0}, thread.number = i, thread.done = false;
+            thread.index = {i, 0, 0}, thread.number = i, thread.done = thread.begun = false;
             warps[i / 32].live++;
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
             thread.context.uc_stack.ss_size = STACK;
-            thread.context.uc_link = &home;
             makecontext(&thread.context, enter, 0);
             turns[i] = i;
         }
@@ -180,7 +192,7 @@ inline void run(std::function<void()> call, const unsigned grid[3], unsigned siz
             int before = live;
             long steps = round_number;
             for (unsigned i : turns)
-                if (!threads[i].done) current = &threads[i], swapcontext(&home, &current->context);
+                if (!threads[i].done) go_on(threads[i]);
             idle = live == before && steps == round_number ? idle + 1 : 0;
             if (idle > 1000000) {
                 std::fprintf(stderr, "threads wait for each other\n");
