@@ -39,6 +39,7 @@ V100, RUNS = load_profile("v100-32gb"), 100
 PROBLEM = Problem("", "decode", "float16")
 ATTENTION_CASES = (
     *attention_cases.CASES,
+    attention_cases.Case(64, 9, 3, ((0, 1), (1, 1), (300, 3), (128, 1))),
     attention_cases.Case(128, 32, 8, ((4095, 1), (70, 1), (0, 1), (1023, 4)), block=64, columns=80),
     attention_cases.Case(256, 24, 4, ((6000, 1), (333, 2)), block=64, e5m2=True, columns=100),
     attention_cases.Case(256, 16, 4, ((5000, 5),), block=64, window=1024),

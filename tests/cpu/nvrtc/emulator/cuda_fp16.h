@@ -36,7 +36,7 @@ inline half from_float(double x, bool nearest) {
     if (m == 0) return {sign};
     int exponent;
     std::frexp(m, &exponent);
-    int unit = std::max(exponent - 11, -24);  // the value of the last bit is 2^unit
+    int unit = exponent - 11 < -24 ? -24 : exponent - 11;  // the value of the last bit is 2^unit
     double scaled = std::ldexp(m, -unit), whole = nearest ? std::nearbyint(scaled) : std::trunc(scaled);
     double rounded = std::ldexp(whole, unit);
     if (rounded >= 65536) return {(uint16_t)(sign | (nearest || std::isinf(x) ? 0x7C00 : 0x7BFF))};

@@ -2,18 +2,14 @@
 // does together. Blocks run one after the other, threads of a block in an order that the caller picks: a kernel whose
 // result depends on it lacks a barrier.
 #pragma once
-#include <csetjmp>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <vector>
 
 #define __global__
 #define __device__
@@ -24,8 +20,14 @@
 #define __shared__
 #define OFFROAD_EMULATED 1
 
-using std::max;
-using std::min;
+template <class T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
+template <class T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
 struct uint2 {
     unsigned x, y;
 };
@@ -47,7 +49,7 @@ struct Index {
 };
 
 namespace emulator {
-constexpr int STACK = 1 << 17;
+constexpr int STACK = 1 << 17, MOST = 1024;
 struct Warp {
     const void* items[32];
     int waiting = 0, live = 0;
@@ -60,28 +62,29 @@ struct Thread {
     int number;
     bool done, begun;
 };
-inline std::vector<Thread> threads;
-inline std::vector<Warp> warps;
-inline std::vector<char> stacks;
+inline Thread threads[MOST];
+inline Warp warps[MOST / 32];
+inline char* stacks;
 inline jmp_buf home;
 inline Thread* current;
 inline int waiting, live;
 inline long round_number;
-inline std::function<void()> body;
+inline void (*body)(const void*);
+inline const void* body_argument;
 
 inline void give_way() {
     if (!_setjmp(current->jump)) _longjmp(home, 1);
 }
 
 inline void enter() {
-    body();
+    body(body_argument);
     current->done = true;
     Warp& warp = warps[current->number / 32];
     live--, warp.live--;
     if (live && waiting == live) waiting = 0, round_number++;
     if (warp.live && warp.waiting == warp.live) {
-        std::fprintf(stderr, "a thread left while its warp waited for it\n");
-        std::abort();
+        fprintf(stderr, "a thread left while its warp waited for it\n");
+        abort();
     }
     _longjmp(home, 1);
 }
@@ -160,22 +163,32 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
 namespace emulator {
-// Runs `call` for every thread of every block; `order` 0 is ascending, others are shuffles of blocks and threads.
-inline void run(std::function<void()> call, const unsigned grid[3], unsigned size, unsigned shared_bytes,
-                unsigned order) {
-    body = std::move(call);
+// A permutation of [0, count): ascending for `order` 0.
+inline unsigned* permutation(unsigned count, unsigned order) {
+    unsigned* places = (unsigned*)malloc(count * sizeof(unsigned));
+    uint64_t state = order;
+    for (unsigned i = 0; i < count; i++) {
+        state = state * 6364136223846793005u + 1442695040888963407u;  // Knuth's generator
+        unsigned other = order ? (unsigned)(state >> 33) % (i + 1) : i;
+        places[i] = places[other], places[other] = i;
+    }
+    return places;
+}
+
+// Runs `call` for every thread of every block, blocks and threads in the order that `order` picks.
+template <class Call>
+inline void run(Call call, const unsigned grid[3], unsigned size, unsigned shared_bytes, unsigned order) {
+    body = [](const void* given) { (*(const Call*)given)(); };
+    body_argument = &call;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {size, 1, 1};
-    threads.resize(size);
-    stacks.resize((size_t)size * STACK);
-    std::mt19937 random(order);
-    std::vector<unsigned> blocks(grid[0] * grid[1] * grid[2]), turns(size);
-    for (unsigned i = 0; i < blocks.size(); i++) blocks[i] = i;
-    if (order) std::shuffle(blocks.begin(), blocks.end(), random);
-    for (unsigned block : blocks) {
+    if (!stacks) stacks = (char*)malloc((size_t)MOST * STACK);
+    unsigned count = grid[0] * grid[1] * grid[2], *blocks = permutation(count, order), *turns = permutation(size, order);
+    for (unsigned number = 0; number < count; number++) {
+        unsigned block = blocks[number];
         blockIdx = {block % grid[0], block / grid[0] % grid[1], block / grid[0] / grid[1]};
-        std::memset(shared, 0xFF, SHARED_ROOM);  // NaN
-        warps.assign((size + 31) / 32, Warp());
+        memset(shared, 0xFF, SHARED_ROOM);  // NaN
+        for (Warp& warp : warps) warp = Warp();
         live = size, waiting = 0;
         for (unsigned i = 0; i < size; i++) {
             Thread& thread = threads[i];
@@ -185,25 +198,24 @@ inline void run(std::function<void()> call, const unsigned grid[3], unsigned siz
             thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
             thread.context.uc_stack.ss_size = STACK;
             makecontext(&thread.context, enter, 0);
-            turns[i] = i;
         }
-        if (order) std::shuffle(turns.begin(), turns.end(), random);
         for (long idle = 0; live;) {
             int before = live;
             long steps = round_number;
-            for (unsigned i : turns)
-                if (!threads[i].done) go_on(threads[i]);
+            for (unsigned i = 0; i < size; i++)
+                if (!threads[turns[i]].done) go_on(threads[turns[i]]);
             idle = live == before && steps == round_number ? idle + 1 : 0;
             if (idle > 1000000) {
-                std::fprintf(stderr, "threads wait for each other\n");
-                std::abort();
+                fprintf(stderr, "threads wait for each other\n");
+                abort();
             }
         }
         for (unsigned i = shared_bytes; i < SHARED_ROOM; i++)
             if (shared[i] != 0xFF) {
-                std::fprintf(stderr, "shared memory written behind the %u bytes that were reserved\n", shared_bytes);
-                std::abort();
+                fprintf(stderr, "shared memory written behind the %u bytes that were reserved\n", shared_bytes);
+                abort();
             }
     }
+    free(blocks), free(turns);
 }
 }  // namespace emulator
