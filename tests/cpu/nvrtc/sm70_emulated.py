@@ -21,10 +21,11 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++ or clang++)")
 _ENTRY = """
 #include "emulator.h"
-#include "{file}"
+{text}
 __attribute__((aligned(16))) unsigned char shared[SHARED_ROOM];
 {launches}
 """
+BARRIER = "__syncthreads();"
 _SIZE = """
 extern "C" unsigned size_of_args() { return sizeof(Args); }
 """
@@ -39,9 +40,11 @@ extern "C" void launch_{name}(
 
 @dataclass
 class Order:
-    """The order in which threads and blocks run: 0 ascending, others shuffled."""
+    """The order in which warps and blocks run: 0 ascending, others shuffled. `without`: the number of a barrier of the
+    source that is left out, to see that it is missed."""
 
     seed: int = 0
+    without: int | None = None
 
 
 ORDER = Order()
@@ -60,7 +63,7 @@ class Function:
         assert min(grid) > 0, grid
         assert max(grid[1:]) < 65_536, grid
         assert 0 < threads <= 1024
-        library = _library(self.source)
+        library = _library(self.source, ORDER.without)
         assert -(-self.layout.size // 8) * 8 == library.size_of_args(), (self.layout.size, library.size_of_args())
         packed = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         sizes = (ctypes.c_uint * 3)(*grid)
@@ -73,15 +76,18 @@ def load(source: Source, name: str, layout: str) -> Function:
 
 
 @cache
-def _library(source: Source) -> ctypes.CDLL:
+def _library(source: Source, without: int | None) -> ctypes.CDLL:
     text = (FOLDER / "kernels" / source.file).read_text()
+    if without is not None:
+        parts = text.split(BARRIER)
+        text = BARRIER.join(parts[: without + 1]) + ";" + BARRIER.join(parts[without + 1 :])
     names = [line.split("(")[-2].split()[-1] for line in text.splitlines() if line.startswith('extern "C" __global__')]
     launches = _SIZE + "".join(_LAUNCH.format(name=name) for name in names)
     folder = Path(tempfile.mkdtemp(prefix="offroad-emulated-"))
     made = folder / f"{hashlib.blake2b(repr(source).encode(), digest_size=8).hexdigest()}.so"
     entry = folder / "entry.cpp"
-    entry.write_text(_ENTRY.format(file=source.file, launches=launches))
-    includes = [f"-I{place}" for place in (EMULATOR, FOLDER / "include", FOLDER / "kernels")]
+    entry.write_text(_ENTRY.format(text=text, launches=launches))
+    includes = [f"-I{place}" for place in (EMULATOR, FOLDER / "include")]
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
     command += [*includes, *source.options, str(entry), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -37,3 +37,17 @@ def test_as_the_reference_and_the_same_in_any_order(case: Case):
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     torch.testing.assert_close(outputs[0].float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
     assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("without", [4, 7])
+def test_a_missing_barrier_is_noticed(without: int, monkeypatch):
+    """Of the loop over keys: before scores are computed, and before the next tile is written."""
+    case = Case(128, 2, 1, ((180, 1),))
+    q, k, v, view, rows = inputs(case)
+    bound = attention.bind(V100, case.problem)
+    monkeypatch.setattr(ORDER, "without", without)
+    outputs = []
+    for seed in range(3):
+        monkeypatch.setattr(ORDER, "seed", seed)
+        outputs.append(bound(q, k, v, view, rows, case.spec))
+    assert any(not torch.equal(out, outputs[0]) for out in outputs)

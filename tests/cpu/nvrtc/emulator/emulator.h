@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the CPU, thread by thread: a thread is a coroutine that gives way at barriers and at what a warp
-// does together. Blocks run one after the other, threads of a block in an order that the caller picks: a kernel whose
-// result depends on it lacks a barrier.
+// does together. Blocks and warps run in an order that the caller picks: a kernel whose result depends on it lacks a
+// barrier. In a shuffled order a warp runs until it waits for its block, as far ahead of the others as it can be.
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
@@ -60,7 +60,7 @@ struct Thread {
     jmp_buf jump;
     Index index;
     int number;
-    bool done, begun;
+    bool done, begun, held;  // held: waits for the block
 };
 inline Thread threads[MOST];
 inline Warp warps[MOST / 32];
@@ -121,19 +121,9 @@ extern __align__(16) unsigned char shared[SHARED_ROOM];
 inline void __syncthreads() {
     long round = emulator::round_number;
     if (++emulator::waiting == emulator::live) emulator::waiting = 0, emulator::round_number++;
+    emulator::current->held = true;
     while (emulator::round_number == round) emulator::give_way();
-}
-inline int __syncthreads_or(int x) {
-    static int any[2];
-    int* slot = &any[emulator::round_number / 2 % 2];
-    __syncthreads();
-    *slot = 0;
-    __syncthreads();
-    *slot |= x != 0;
-    __syncthreads();
-    int result = *slot;
-    __syncthreads();
-    return result;
+    emulator::current->held = false;
 }
 inline void __syncwarp(unsigned = 0xFFFFFFFFu) { emulator::warp_barrier(); }
 inline void __threadfence() {}
@@ -175,6 +165,19 @@ inline unsigned* permutation(unsigned count, unsigned order) {
     return places;
 }
 
+// Lets each thread of a warp go on once, or, if `far`, until all of them wait for the block.
+inline void go_far(unsigned warp, unsigned size, bool far) {
+    for (bool again = true; again;) {
+        again = false;
+        for (unsigned i = warp * 32; i < size && i < warp * 32 + 32; i++) {
+            Thread& thread = threads[i];
+            if (thread.done) continue;
+            go_on(thread);
+            again |= far && !thread.done && !thread.held;
+        }
+    }
+}
+
 // Runs `call` for every thread of every block, blocks and threads in the order that `order` picks.
 template <class Call>
 inline void run(Call call, const unsigned grid[3], unsigned size, unsigned shared_bytes, unsigned order) {
@@ -183,7 +186,8 @@ inline void run(Call call, const unsigned grid[3], unsigned size, unsigned share
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {size, 1, 1};
     if (!stacks) stacks = (char*)malloc((size_t)MOST * STACK);
-    unsigned count = grid[0] * grid[1] * grid[2], *blocks = permutation(count, order), *turns = permutation(size, order);
+    unsigned count = grid[0] * grid[1] * grid[2], *blocks = permutation(count, order), ceil = (size + 31) / 32;
+    unsigned* warps_in_turn = permutation(ceil, order);
     for (unsigned number = 0; number < count; number++) {
         unsigned block = blocks[number];
         blockIdx = {block % grid[0], block / grid[0] % grid[1], block / grid[0] / grid[1]};
@@ -192,7 +196,7 @@ inline void run(Call call, const unsigned grid[3], unsigned size, unsigned share
         live = size, waiting = 0;
         for (unsigned i = 0; i < size; i++) {
             Thread& thread = threads[i];
-            thread.index = {i, 0, 0}, thread.number = i, thread.done = thread.begun = false;
+            thread.index = {i, 0, 0}, thread.number = i, thread.done = thread.begun = thread.held = false;
             warps[i / 32].live++;
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
@@ -202,8 +206,7 @@ inline void run(Call call, const unsigned grid[3], unsigned size, unsigned share
         for (long idle = 0; live;) {
             int before = live;
             long steps = round_number;
-            for (unsigned i = 0; i < size; i++)
-                if (!threads[turns[i]].done) go_on(threads[turns[i]]);
+            for (unsigned warp = 0; warp < ceil; warp++) go_far(warps_in_turn[warp], size, order != 0);
             idle = live == before && steps == round_number ? idle + 1 : 0;
             if (idle > 1000000) {
                 fprintf(stderr, "threads wait for each other\n");
@@ -216,6 +219,6 @@ inline void run(Call call, const unsigned grid[3], unsigned size, unsigned share
                 abort();
             }
     }
-    free(blocks), free(turns);
+    free(blocks), free(warps_in_turn);
 }
 }  // namespace emulator
