@@ -1,6 +1,6 @@
 # make demo    ask a small model one question through the real server (downloads about 100 MB once)
 # make serve   the same model behind an OpenAI-compatible API with a chat page; ARGS="--port 9000" adds options
-# make test    lint, then all tests that need no GPU
+# make test    lint, then all tests that need no GPU, on all cores (up to 4); ARGS="-n 0 tests/cpu/ops" changes that
 # make setup   only the installation, into .venv
 #
 # PYTHON names the Python to use (3.11 to 3.13), TORCH_SPEC the torch to install.
@@ -31,7 +31,7 @@ test:
 	@sh scripts/setup.sh demo,test
 	@for model in $(TEST_MODELS); do .venv/bin/offroad pull $$model || exit 1; done
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n auto $(ARGS)
 
 docs: setup
 	.venv/bin/python scripts/cli_docs.py

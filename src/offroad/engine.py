@@ -95,6 +95,7 @@ class Engine:
                 accepted="1: only plans are made for more so far",
                 next="use `offroad plan`, or one GPU",
             )
+        assert resolved.model is not None, "a family that is planned only has cells without a kernel, and no plan"
         report("prepare", 0.0, f"{len(self.plan.kernels())} kernels")
         _share_cores(self.plan, settings.threads)
         bounds = prepare(self.plan, default_registry())

@@ -188,11 +188,15 @@ class LLM:
         waiting = list(reversed(requests))
         for request in requests:
             self.engine.validate(request)
+        sound = True  # a step that failed would only fail again
         try:
             while open_requests:
                 while waiting and self.engine.stats().waiting < self.settings.max_waiting:
                     self.engine.submit(waiting.pop())
-                for event in self.engine.step():
+                sound = False
+                events = self.engine.step()
+                sound = True
+                for event in events:
                     if (collector := open_requests.get(event.request_id)) is None:
                         continue  # the end of a request that a stop string has ended before
                     yield collector.take(event)
@@ -203,7 +207,7 @@ class LLM:
         finally:
             for request_id in open_requests:
                 self.engine.abort(request_id)
-            while self.engine.has_work():
+            while sound and self.engine.has_work():
                 self.engine.step()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,9 +68,12 @@ def bench_engine(
     """
     if not dummy_weights:
         raise SettingsError("--dummy-weights", found="not given", accepted="it: a config alone has no weights")
-    data = run(model_config, quantization, list(cases), repeat, profile_rows if profile else 0, flags)
-    if output:
-        Path(output).write_text(json.dumps(data, indent=1) + "\n")
+
+    def write(record: dict[str, Any]) -> None:
+        if output:
+            Path(output).write_text(json.dumps(record, indent=1) + "\n")
+
+    data = run(model_config, quantization, list(cases), repeat, profile_rows if profile else 0, flags, write)
     from offroad.evidence import engine_bench, op_times
 
     print(engine_bench.render(data))
@@ -78,9 +82,16 @@ def bench_engine(
 
 
 def run(
-    path: str, quantization: str | None, names: list[str], repeat: int, profile_rows: int, flags: dict[str, Any]
+    path: str,
+    quantization: str | None,
+    names: list[str],
+    repeat: int,
+    profile_rows: int,
+    flags: dict[str, Any],
+    write: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The record of one model; `profile_rows` 0: no times of ops."""
+    """The record of one model, written once its speeds are known and again with times of ops (`profile_rows` 0: none
+    are taken)."""
     from offroad.device.probe import resolve_device
     from offroad.evidence import engine_bench, op_times
     from offroad.models.registry import resolve_source
@@ -104,11 +115,13 @@ def run(
         report = lambda note: print(note, file=sys.stderr, flush=True)  # noqa: E731
         data = engine_bench.record(engine, source, ready, *engine_bench.measure(engine, cases, repeat, report))
         data |= {"quantization": quantization, "command": ["offroad", *sys.argv[1:]]}
+        write(data)
         if profile_rows:
             data["profile"] = op_times.step_times(engine, profile_rows, min(8192, engine.plan.max_len - 65))
             resolved, renamed = resolve_source(source)
             packed = packed_bytes(resolved.spec, renamed.headers, engine.plan.cells, engine.plan.dtype)
             op_times.add_kernels(engine, data["profile"], op_times.weight_bytes(packed))
+            write(data)
     finally:
         engine.close()
     return data

@@ -107,6 +107,8 @@ def step_times(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
     while not _decoding(engine, rows):
         assert engine.has_work(), "all rows decode at once for some steps"
     found["decode"] = {"rows": rows} | _one_step(engine, runner)
+    if runner.device.type == "cuda":
+        found["decode_kernels"] = _kernels(engine)
     _drain(engine)
     return found
 
@@ -157,6 +159,20 @@ def _one_step(engine: Engine, runner: Runner) -> dict[str, Any]:
     }
 
 
+def _kernels(engine: Engine) -> list[dict[str, Any]]:
+    """CUDA kernels of one step as the engine runs it, by graphs if it has them: name, calls, seconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        engine.step()
+        torch.cuda.synchronize()
+    found = [
+        {"kernel": entry.key, "calls": entry.count, "seconds": 1e-6 * entry.self_device_time_total}
+        for entry in profiler.key_averages()
+    ]
+    return sorted(found, key=lambda entry: -entry["seconds"])
+
+
 def add_kernels(engine: Engine, times: dict[str, Any], nbytes: dict[str, int]) -> None:
     """Puts the plan's kernel beside each op, and for decode the bytes a second at which its weights are read."""
     for phase in ("prefill", "decode"):
@@ -191,6 +207,11 @@ def render(times: dict[str, Any]) -> str:
         ]
         head = f"one {phase} step of {step[what]} {what}: {1e3 * step['seconds']:.2f} ms in ops"
         parts.append(head + "\n" + table(("OP", "CALLS", "ms", "us EACH", "SHARE", "GB/s", "KERNEL"), rows))
+    if kernels := times.get("decode_kernels"):
+        total = 1e3 * sum(entry["seconds"] for entry in kernels)
+        rows = [(round(1e3 * k["seconds"], 3), k["calls"], k["kernel"][:90]) for k in kernels[:25]]
+        head = f"one decode step as it runs: {total:.2f} ms in kernels"
+        parts.append(head + "\n" + table(("ms", "CALLS", "KERNEL"), rows))
     return "\n\n".join(parts)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from offroad.errors import ModelError
-from offroad.models import gemma3, gemma4, llama, qwen3_5
+from offroad.models import deepseek_v4, gemma3, gemma4, llama, qwen3_5
 from offroad.models.spec import ModelSpec
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
@@ -24,18 +24,25 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A checkpoint's spec and the class that runs it."""
+    """A checkpoint's spec and the class that runs it; None: it is planned only, since ops that it needs have no kernel,
+    so that no plan of it can be made on any device."""
 
     spec: ModelSpec
-    model: type[Model]
+    model: type[Model] | None
 
 
-_FAMILIES = ((llama, llama.Llama), (gemma3, gemma3.Gemma3), (gemma4, gemma4.Gemma4), (qwen3_5, qwen3_5.Qwen3_5))
+_FAMILIES = (
+    (llama, llama.Llama),
+    (gemma3, gemma3.Gemma3),
+    (gemma4, gemma4.Gemma4),
+    (qwen3_5, qwen3_5.Qwen3_5),
+    (deepseek_v4, None),
+)
 
 
 def architectures() -> dict[str, str]:
     """Hugging Face architecture names that are served, with their model types."""
-    return {name: kind for module, _ in _FAMILIES for name, kind in module.ARCHITECTURES.items()}
+    return {name: kind for module, model in _FAMILIES if model for name, kind in module.ARCHITECTURES.items()}
 
 
 def resolve_model(config: dict[str, Any]) -> Resolved:

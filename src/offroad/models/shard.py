@@ -6,7 +6,7 @@ so that a block ends with one sum over ranks. KV heads that are fewer than the r
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from offroad.errors import PlanError
 from offroad.models.spec import (
@@ -21,9 +21,61 @@ from offroad.models.spec import (
     Paged,
     Plane,
     Ring,
+    SparseMlaSpec,
+    TensorSpec,
 )
 from offroad.quant.packed import group_of
 from offroad.weights.source import Headers
+
+
+@dataclass(frozen=True)
+class Section:
+    """Neighbouring rows of a tensor that ranks divide evenly; each part is held by `copies` neighbouring ranks."""
+
+    rows: int
+    copies: int = 1
+
+    def part(self, rank: int, ranks: int) -> tuple[int, int]:
+        """First and last row (exclusive) of a rank."""
+        each = self.rows * self.copies // ranks
+        first = rank // self.copies * each
+        return first, first + each
+
+
+Sections = tuple[Section, ...]
+
+
+def linear_sections(linear: LinearSpec, mixer: Mixer | None, ranks: int) -> tuple[Sections, ...]:
+    """How ranks divide the rows of each part of a linear that is split by rows; `mixer` is the layer's, undivided."""
+    if linear.name == "qkv" and isinstance(mixer, AttentionSpec):
+        copies = [1] + [max(1, ranks // mixer.kv_heads)] * (len(linear.parts) - 1)
+        return tuple((Section(rows, copy),) for (_, rows), copy in zip(linear.parts, copies, strict=True))
+    if linear.name == "qkvz" and isinstance(mixer, GatedDeltaSpec):
+        return _channels(mixer), (Section(mixer.value_width),)
+    return tuple((Section(rows),) for _, rows in linear.parts)
+
+
+def _channels(mixer: GatedDeltaSpec) -> Sections:
+    keys = mixer.key_heads * mixer.key_dim
+    return Section(keys), Section(keys), Section(mixer.value_width)
+
+
+def tensor_sections(tensor: TensorSpec, mixer: Mixer | None) -> Sections:
+    """How ranks divide the rows of a tensor outside linears; nothing: each has it whole."""
+    if isinstance(mixer, GatedDeltaSpec):
+        heads = (Section(mixer.value_heads),)
+        return {"conv": _channels(mixer), "a_log": heads, "dt_bias": heads}.get(tensor.target, ())
+    return (Section(mixer.heads),) if isinstance(mixer, SparseMlaSpec) and tensor.target == "sink" else ()
+
+
+def part_of(sections: Sections, rank: int, ranks: int) -> list[slice]:
+    """A rank's rows of sections that follow each other."""
+    slices, at = [], 0
+    for section in sections:
+        first, last = section.part(rank, ranks)
+        slices.append(slice(at + first, at + last))
+        at += section.rows
+    return slices
 
 
 def shard(spec: ModelSpec, ranks: int) -> ModelSpec:
@@ -52,33 +104,43 @@ def _layer(i: int, layer: LayerSpec, ranks: int) -> LayerSpec:
     mixer = _mixer(f"layer {i}: ", layer.mixer, ranks)
     ffn = FfnSpec(_divided(f"layer {i}: mlp size", layer.ffn.size, ranks), layer.ffn.activation)
     moe = layer.moe and replace(layer.moe, size=_divided(f"layer {i}: expert size", layer.moe.size, ranks))
-    linears = tuple(_linear(linear, layer.mixer, mixer, ranks) for linear in layer.linears)
+    linears = tuple(_linear(linear, layer.mixer, ranks) for linear in layer.linears)
+    tensors = tuple(_tensor(tensor, layer.mixer, ranks) for tensor in layer.tensors)
     items = tuple((name, _item(item, layer.mixer, mixer)) for name, item in layer.items)
-    return replace(layer, mixer=mixer, ffn=ffn, moe=moe, linears=linears, items=items)
+    return replace(layer, mixer=mixer, ffn=ffn, moe=moe, linears=linears, items=items, tensors=tensors)
 
 
 def _mixer(where: str, mixer: Mixer, ranks: int) -> Mixer:
     if isinstance(mixer, GatedDeltaSpec):
         key_heads = _divided(f"{where}linear key heads", mixer.key_heads, ranks)
         return replace(mixer, key_heads=key_heads, value_heads=mixer.value_heads // ranks)
+    heads = _divided(f"{where}heads", mixer.heads, ranks)
+    if isinstance(mixer, SparseMlaSpec):  # rows of keys and values, and what picks them, are on every rank
+        return replace(mixer, heads=heads, out_groups=_divided(f"{where}output groups", mixer.out_groups, ranks))
     kv_heads = mixer.kv_heads
     if kv_heads % ranks and ranks % kv_heads:
         _divided(f"{where}KV heads", kv_heads, ranks)
-    return replace(mixer, heads=_divided(f"{where}heads", mixer.heads, ranks), kv_heads=max(1, kv_heads // ranks))
+    return replace(mixer, heads=heads, kv_heads=max(1, kv_heads // ranks))
 
 
-def _linear(linear: LinearSpec, whole: Mixer, part: Mixer, ranks: int) -> LinearSpec:
+def _linear(linear: LinearSpec, mixer: Mixer, ranks: int) -> LinearSpec:
     if linear.split == "columns":
         return replace(linear, k=_divided(f"{linear.name}: columns", linear.k, ranks))
     if linear.split == "none":
         return linear
-    if linear.name == "qkv" and isinstance(whole, AttentionSpec) and isinstance(part, AttentionSpec):
-        rows = [part.q_width, *[part.kv_heads * part.head_dim] * (len(linear.parts) - 1)]
-    elif isinstance(whole, GatedDeltaSpec) and isinstance(part, GatedDeltaSpec) and linear.name == "qkvz":
-        rows = [part.channels, part.value_width]
-    else:
-        rows = [_divided(f"{linear.name}: rows of {module}", count, ranks) for module, count in linear.parts]
-    return replace(linear, parts=tuple((module, count) for (module, _), count in zip(linear.parts, rows, strict=True)))
+    parts = []
+    for (module, _), sections in zip(linear.parts, linear_sections(linear, mixer, ranks), strict=True):
+        for section in sections:
+            _divided(f"{linear.name}: rows of {module}", section.rows * section.copies, ranks)
+        parts.append((module, sum(own.stop - own.start for own in part_of(sections, 0, ranks))))
+    return replace(linear, parts=tuple(parts))
+
+
+def _tensor(tensor: TensorSpec, mixer: Mixer, ranks: int) -> TensorSpec:
+    if not (sections := tensor_sections(tensor, mixer)):
+        return tensor
+    rows = sum(own.stop - own.start for own in part_of(sections, 0, ranks))
+    return replace(tensor, shape=(rows, *tensor.shape[1:]))
 
 
 def _item(item: Item, whole: Mixer, part: Mixer) -> Item:

@@ -32,6 +32,11 @@ class Plane:
 
 
 @dataclass(frozen=True)
+class ScalePlane(Plane):
+    """Scales that lie beside a row of an 8-bit cache; absent where the cache has whole numbers of 16 or 32 bits."""
+
+
+@dataclass(frozen=True)
 class Paged:
     """Rows in pages: the row of position p is `page table[slot, p // B]`, row `(p % B) // rate`.
 
@@ -45,6 +50,13 @@ class Paged:
     keep: int = 0
     rate: int = 1
     first: int = 0
+
+
+@dataclass(frozen=True)
+class SparsePaged(Paged):
+    """Rows of which readers pick some: a page has `page` rows or more, as many as their kernels work on at a time."""
+
+    page: int = 1
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,40 @@ class GatedDeltaSpec:
         return self.value_heads * self.value_dim
 
 
-Mixer = AttentionSpec | GatedDeltaSpec
+@dataclass(frozen=True)
+class IndexSpec:
+    """Chooses compressed rows: `sum_h w_h relu(q_h k)` over keys of `dim`, of which the `top_k` largest are read."""
+
+    heads: int
+    dim: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class SparseMlaSpec:
+    """Attention of `heads` queries over rows of `head_dim` that are keys and values in one (DeepSeek-V4).
+
+    A query sees the last `window` rows and, at `rate` > 0, compressed rows: one for each `rate` tokens whose group has
+    ended; all of them, or those that `index` picks. `overlap`: a row is made of its group and of the one before. Each
+    head has a sink, a logit without a value. RoPE turns neighbouring pairs of the last `rope.dim` channels, and turns
+    the output back. Queries come out of `q_rank` channels; `out_groups` groups of heads are projected to `out_rank`
+    channels each, and those together to the hidden size.
+    """
+
+    heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    window: int
+    q_rank: int
+    out_groups: int
+    out_rank: int
+    rate: int = 0
+    overlap: bool = False
+    index: IndexSpec | None = None
+
+
+Mixer = AttentionSpec | GatedDeltaSpec | SparseMlaSpec
 
 
 @dataclass(frozen=True)
@@ -161,19 +206,40 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class ScoredMoeSpec(MoeSpec):
+    """Experts weighted by `sqrt(softplus(score))` of the chosen ones, renormed to `scale`; chosen by the score plus a
+    bias, or by the token's id if `hashed`. Inputs of their activation are clamped at `limit`, the shared one's too."""
+
+    scale: float = 1.0
+    limit: float = 0.0
+    hashed: bool = False
+
+
+@dataclass(frozen=True)
+class HyperSpec:
+    """A residual of `streams` streams: a block reads a weighted sum of them, and its output is added to each after they
+    were mixed by a matrix that `iterations` of Sinkhorn made doubly stochastic. All weights depend on the input."""
+
+    streams: int
+    iterations: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class LinearSpec:
     """One linear of the running model, `[n, k]`; `parts`: the checkpoint modules stacked along n, with their rows.
 
     Ranks of tensor parallelism divide its rows (of each part), its columns, or nothing, as `split` says.
-    `op` says who reads it: "grouped_linear" holds the weights of `experts` experts one below the other. `fused` names a
-    tensor [experts, n / experts, k] that a checkpoint may have instead of the parts.
+    `op` says who reads it: "grouped_linear" holds the weights of `experts` experts one below the other, "block_linear"
+    the blocks of a block-diagonal matrix, of k columns each. `fused` names a tensor [experts, n / experts, k] that a
+    checkpoint may have instead of the parts.
     """
 
     name: str
     parts: tuple[tuple[str, int], ...]
     k: int
     bias: bool = False
-    op: Literal["linear", "grouped_linear", "embed"] = "linear"
+    op: Literal["linear", "grouped_linear", "block_linear", "embed"] = "linear"
     experts: int = 0
     fused: str = ""
     split: Literal["rows", "columns", "none"] = "none"
@@ -223,6 +289,13 @@ class LayerSpec:
     tensors: tuple[TensorSpec, ...]
     moe: MoeSpec | None = None
     blocks: tuple[str, ...] = ("attention_block", "mlp_block")  # the blocks that the model calls
+
+
+@dataclass(frozen=True)
+class HyperLayerSpec(LayerSpec):
+    """A layer whose residual is several streams."""
+
+    hyper: HyperSpec = HyperSpec(1, 1, 0.0)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,12 @@ def output_gate(x: torch.Tensor, qkv: torch.Tensor, spec: AttentionSpec) -> torc
     return x * gate.sigmoid()
 
 
+_CLAMPED = (
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)`; gate_up [tokens, 2 * size], gate first -> [tokens, size]."""
+)
+
 OPS = (
+    OpSpec("clamped_activation", _CLAMPED, None, TOLERANCE),
     OpSpec("gated_activation", gated_activation.__doc__ or "", gated_activation, TOLERANCE),
     OpSpec("output_gate", output_gate.__doc__ or "", output_gate, TOLERANCE),
 )

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
-from offroad.models.spec import AttentionSpec, Item, LinearSpec, ModelSpec, Paged, Plane, Ring
+from offroad.models.spec import (
+    AttentionSpec,
+    HyperLayerSpec,
+    Item,
+    LinearSpec,
+    ModelSpec,
+    Paged,
+    Plane,
+    Ring,
+    ScalePlane,
+    SparseMlaSpec,
+    SparsePaged,
+)
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
+_KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -69,7 +82,15 @@ class Memory:
 
 def row_bytes(item: Item, dtypes: Dtypes) -> int:
     """Bytes of one row of an item: all planes."""
-    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in getattr(item, "planes", ()))
+    planes = [p for p in getattr(item, "planes", ()) if not isinstance(p, ScalePlane) or ITEMSIZE[dtypes.kv] == 1]
+    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in planes)
+
+
+def block_of(spec: ModelSpec) -> int:
+    """Tokens in a block: the smallest multiple of 64 at which every item has whole rows, and pages as long as their
+    kernels want them."""
+    pages = [item for layer in spec.layers for _, item in layer.items if isinstance(item, Paged)]
+    return lcm(64, *(item.rate * (item.page if isinstance(item, SparsePaged) else 1) for item in pages))
 
 
 def _paged(spec: ModelSpec, window: bool) -> list[Paged]:
@@ -86,8 +107,8 @@ def _rings(spec: ModelSpec) -> list[Ring]:
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtypes: Dtypes) -> int:
-    """Bytes that grow with each token: history rows."""
-    return sum(row_bytes(i, dtypes) // i.rate for i in _paged(spec, window=False))
+    """Bytes that grow with each token, rounded down: history rows."""
+    return int(sum(row_bytes(i, dtypes) / i.rate for i in _paged(spec, window=False)))
 
 
 def window_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
@@ -154,8 +175,8 @@ def _width(kind: str, layout: str, k: int) -> float:
         return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
     group = 32 if family == "gguf" else group_of(kind, k)
     if layout.startswith("triton."):  # scales in 16 bits, and as many minima; of fp8 and of GGUF's kinds in 32
-        code = 0.5 if layout == "triton.w4" else 1.0
-        return code + (4 if family == "fp8" else 2 if family == "fp4" else 8 if family == "gguf" else 4) / group
+        scales = 1 if "nvfp4" in kind else {"fp8": 4, "fp4": 2, "gguf": 8}.get(family, 4)
+        return (0.5 if layout == "triton.w4" else 1.0) + scales / group
     if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
         four_bits = layout_of((kind,)) in ("affine4", "fp4")
         return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
@@ -180,13 +201,14 @@ def _workspace(spec: ModelSpec, settings: Settings) -> int:
     widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
     widths += [linear.n for linear in spec.linears if linear.op == "linear"]
     widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
-    wide = 4 * spec.hidden + 2 * max(widths)
+    streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
+    wide = (3 + streams) * spec.hidden + 2 * max(widths)
     return 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
 
 
 def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:
     """Known tokens (int64) and two block tables (int32) a slot, and angles of each rope (fp32)."""
-    ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec)}
+    ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec | SparseMlaSpec)}
     return slots * length * 8 + 2 * slots * 4 * (length // block + 2) + sum(4 * rope.dim * length for rope in ropes)
 
 
@@ -197,6 +219,16 @@ def _checkpoints(spec: ModelSpec, settings: Settings, each: int, room: int) -> i
     if settings.checkpoint_memory_bytes:
         return settings.checkpoint_memory_bytes // each
     return max(0, min(4 * settings.max_num_seqs, room // 8 // each))
+
+
+def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int) -> int:
+    """ceil((W - 1 + 2 (k + 1)) / B) + 1 blocks for each sequence, and up to as many again, if `spare` are there, for
+    windows of marks: later prefix hits need them. At least as many more as the chunks of one step take, whose old
+    windows stay until commit."""
+    each = -(-(keep + 2 * (k + 1)) // block) + 1
+    twice = settings.max_num_seqs * each
+    chunks = -(-settings.max_num_batched_tokens // block) + settings.max_num_seqs
+    return twice + min(twice, max(chunks, spare)) + 1
 
 
 def divide(
@@ -221,9 +253,7 @@ def divide(
     slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)
     keep = window_keep(spec)
     wanted = settings.max_model_len or spec.max_len
-    # ceil((W - 1 + 2 (k + 1)) / B) + 1 for each sequence, twice: in prefill the old window stays until commit, and
-    # what is not in use keeps the windows of marks for later prefix hits.
-    window_blocks = 2 * settings.max_num_seqs * (-(-(keep + 2 * (k + 1)) // block) + 1) + 1 if keep else 0
+    window_blocks = _window_blocks(settings, keep, k, block, budget // (_KEPT_WINDOWS * max(window, 1))) if keep else 0
     tables = _table_bytes(spec, wanted + k + 1, slots, block)
     fixed = weights + graphs + workspace + tables + slots * slot + window_blocks * window
     room = budget - fixed

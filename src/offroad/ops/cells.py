@@ -8,7 +8,16 @@ from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import SettingsError
-from offroad.models.spec import AttentionSpec, LayerSpec, LinearSpec, ModelSpec, Paged
+from offroad.models.spec import (
+    AttentionSpec,
+    HyperLayerSpec,
+    LayerSpec,
+    LinearSpec,
+    ModelSpec,
+    Paged,
+    ScoredMoeSpec,
+    SparseMlaSpec,
+)
 from offroad.ops.spec import Kernel, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
@@ -16,6 +25,7 @@ from offroad.weights.source import Headers
 PHASES = ("prefill", "decode")
 MODEL = -1  # the layer number of what stands outside layers
 DRAFTER = -2  # the same of the drafter
+_SPECIFIED = "none is written: the op is specified, and nothing computes it yet"
 
 
 @dataclass(frozen=True, order=True)
@@ -68,6 +78,8 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
     def weight(layer: int, linear: LinearSpec, uses: tuple[str, ...] = ()) -> Group:
         stored = tuple(headers[name].kind for name in linear.tensors(headers) if name in headers)
         sizes = {"n": linear.n, "k": linear.k} | ({"experts": linear.experts} if linear.experts else {})
+        if linear.op == "block_linear":
+            sizes["blocks"] = spec.layers[layer].mixer.out_groups
         cells = []
         for use in uses or (linear.use,):
             op = use.partition(":")[0]
@@ -83,6 +95,12 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
             yield weight(i, linear)
         for cell, sizes, features in _layer_ops(layer, block):
             yield from both(i, cell, sizes, features)
+        if isinstance(layer, HyperLayerSpec):
+            sizes = {"hidden": spec.hidden, "streams": layer.hyper.streams}
+            yield from both(i, "hyper_pre", sizes | {"iterations": layer.hyper.iterations})
+            yield from both(i, "hyper_post", sizes)
+    if isinstance(first := spec.layers[0], HyperLayerSpec):
+        yield from both(MODEL, "hyper_head", {"hidden": spec.hidden, "streams": first.hyper.streams})
     for op in _norms(spec.layers[0]):
         yield from both(MODEL, op, {"hidden": spec.hidden})
     if spec.drafted and spec.draft is not None:
@@ -98,7 +116,9 @@ def outside(spec: ModelSpec, layer: int) -> int:
     return MODEL if layer < spec.own else DRAFTER
 
 
-def _norms(layer: LayerSpec) -> tuple[str, str]:
+def _norms(layer: LayerSpec) -> tuple[str, ...]:
+    if isinstance(layer, HyperLayerSpec):  # what a block gives is added to the streams by hyper_post
+        return ("norm",)
     sandwich = any(tensor.target == "post_mlp_norm" for tensor in layer.tensors)
     return "norm", "sandwich_norm" if sandwich else "add_norm"
 
@@ -108,7 +128,9 @@ Needs = tuple[str, dict[str, int], tuple[str, ...]]  # a cell's op, its sizes an
 
 def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
     mixer, moe = layer.mixer, layer.moe
-    if isinstance(mixer, AttentionSpec):
+    if isinstance(mixer, SparseMlaSpec):
+        yield from _sparse_mla(mixer, block)
+    elif isinstance(mixer, AttentionSpec):
         yield "attention", *_attention(layer, block)
         yield _qkv_rope(mixer)
         if mixer.output_gate:
@@ -116,11 +138,35 @@ def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
     else:
         names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
         yield "gated_delta", {name: getattr(mixer, name) for name in names}, (mixer.gate,)
+    if isinstance(moe, ScoredMoeSpec):
+        yield "clamped_activation", {"size": layer.ffn.size}, (layer.ffn.activation,)
+        yield "score_route", {"experts": moe.experts, "top_k": moe.top_k}, ("hashed" if moe.hashed else "bias",)
+        yield "clamped_activation:experts", {"size": moe.size}, (moe.activation,)
+        return
     yield "gated_activation", {"size": layer.ffn.size}, (layer.ffn.activation,)
     if moe is not None:
         scaled = any(tensor.target == "expert_scale" for tensor in layer.tensors)
         yield "route", {"experts": moe.experts, "top_k": moe.top_k}, ("expert_scale",) if scaled else ()
         yield "gated_activation:experts", {"size": moe.size}, (moe.activation,)
+
+
+def _sparse_mla(mixer: SparseMlaSpec, block: int) -> Iterator[Needs]:
+    row = {"heads": mixer.heads, "head_dim": mixer.head_dim, "rope_dim": mixer.rope.dim}
+    yield "norm:q", {"hidden": mixer.q_rank}, ()
+    yield "mla_rope", row, tuple(value for name, value in mixer.rope.scaling if name == "rope_type")
+    seen = row | {"window": mixer.window}
+    if not mixer.rate:
+        yield "sparse_mla", seen, ("sink",)
+        return
+    pages, overlap = {"rate": mixer.rate, "block": block}, ("overlap",) if mixer.overlap else ()
+    yield "compress", {"head_dim": mixer.head_dim, "rope_dim": mixer.rope.dim} | pages, overlap
+    if mixer.index is None:
+        yield "sparse_mla", seen | pages, ("sink",)
+        return
+    index = {"heads": mixer.index.heads, "head_dim": mixer.index.dim, "rope_dim": mixer.rope.dim} | pages
+    yield "compress:index", {name: size for name, size in index.items() if name != "heads"}, overlap
+    yield "index_select", index | {"top_k": mixer.index.top_k}, ()
+    yield "sparse_mla", seen | pages | {"top_k": mixer.index.top_k}, ("sink",)
 
 
 def _qkv_rope(mixer: AttentionSpec) -> Needs:
@@ -158,7 +204,7 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
     Chunks' attention stands beside a step's verify rows, so a prefill block needs both attention kernels.
     """
     for i, layer in enumerate(spec.layers):
-        residual = [_norms(layer)[1]]
+        residual = _norms(layer)[-1:]
         shared = outside(spec, i)
         gate = ("output_gate",) if isinstance(layer.mixer, AttentionSpec) and layer.mixer.output_gate else ()
         parts_of = {
@@ -199,7 +245,7 @@ class Resolver:
                 raise SettingsError("--kernel", found=f"op {op!r}", accepted=", ".join(self.registry.ops))
             known = {kernel.name for kernel in self.registry.candidates(base)}
             if name not in known:
-                raise SettingsError(f"--kernel {op}", found=name, accepted=", ".join(sorted(known)))
+                raise SettingsError(f"--kernel {op}", found=name, accepted=", ".join(sorted(known)) or _SPECIFIED)
             forced[op] = name
         return forced
 
@@ -255,5 +301,5 @@ class Resolver:
             else:
                 reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
             refused.append(Refusal(name, reason))
-        reason = able[chosen].reason if chosen else "no kernel"
+        reason = able[chosen].reason if chosen else "no kernel" if verdicts else _SPECIFIED
         return Choice(chosen, reason, problem, able[chosen].layout if chosen else "", tuple(refused))

@@ -31,7 +31,12 @@ def grouped_linear(x: torch.Tensor, experts: torch.Tensor, weight: Packed, count
     return out
 
 
+_SCORE_ROUTE = """(weights fp32, experts int64) [tokens, top_k] of logits [tokens, experts] in fp32, with
+scores = sqrt(softplus(logits)): the experts with the largest score + bias, or those that ids [vocab, top_k] has for the
+token; the scores of these, without the bias, divided by their sum and multiplied by a scale."""
+
 OPS = (
+    OpSpec("score_route", _SCORE_ROUTE, None, ROUTE_TOLERANCE),
     OpSpec("route", route.__doc__ or "", route, ROUTE_TOLERANCE),
     OpSpec("grouped_linear", grouped_linear.__doc__ or "", grouped_linear, TOLERANCE),
 )

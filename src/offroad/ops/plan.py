@@ -27,7 +27,6 @@ from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
 
 SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
-BLOCK = 64  # the smallest multiple of 64 that every rate and kernel of the present families accepts
 
 
 @dataclass(frozen=True)
@@ -296,8 +295,9 @@ def plan(
     spec = shard(drafting(spec, headers, drafter), ranks)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
+    block = bytes_of.block_of(spec)
     cells: dict[Cell, Choice] = {}
-    for group in groups(spec, headers, dtype, kv_dtype, BLOCK):
+    for group in groups(spec, headers, dtype, kv_dtype, block):
         cells |= resolver.resolve(group)
     for group in list(block_groups(spec, dtype, cells)):
         cells |= resolver.resolve(group)
@@ -306,21 +306,23 @@ def plan(
             f"no kernel for {len(open_cells)} cells on {device.name}",
             found="\n" + "\n".join(explain_cells(open_cells)),
             accepted="a kernel for every layer, op and phase",
-            next="--allow-reference runs them slowly; or choose another dtype or device",
+            next="--allow-reference runs them slowly; or choose another dtype or device"
+            if all(choice.refused for choice in open_cells.values())
+            else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
     k = drafter.tokens if drafter else 0
     dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, BLOCK, k, graphs.nbytes)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        block=BLOCK,
+        block=block,
         k=k,
         chunk=min(settings.max_num_batched_tokens, divided.max_len),
         depth=1,

@@ -15,10 +15,12 @@ from offroad.ops import (
     blocks,
     cpu_kernels,
     gated_delta,
+    hyper,
     linear,
     moe,
     norm,
     rope,
+    sparse_mla,
     torch_kernels,
 )
 from offroad.ops.spec import Registry
@@ -34,7 +36,7 @@ from offroad.triton_kernels.linear_pack import PACKERS as TRITON_PACKERS
 def default_registry() -> Registry:
     """All ops and kernels. Building it imports no toolchain and touches no device."""
     registry = Registry()
-    for module in (norm, linear, rope, attention, activation, gated_delta, moe):
+    for module in (norm, linear, rope, attention, activation, gated_delta, moe, sparse_mla, hyper):
         for op in module.OPS:
             registry.add_op(op)
     cpu_kernels.register(registry)

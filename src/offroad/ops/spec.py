@@ -19,11 +19,15 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class OpSpec:
-    """An op: what it computes (`doc`), its plain-PyTorch `reference`, and the tolerance by activation dtype."""
+    """An op: what it computes (`doc`), its plain-PyTorch `reference`, and the tolerance by activation dtype.
+
+    `reference` None: the op is specified and nothing computes it yet, not even slowly. A model that needs it can be
+    planned, and its plan says so.
+    """
 
     name: str
     doc: str
-    reference: Callable[..., Any]
+    reference: Callable[..., Any] | None
     tolerance: dict[str, Tolerance]
 
 

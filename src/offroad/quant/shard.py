@@ -12,6 +12,12 @@ from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import regroup, to_dense
 
 
+def take(packed: Packed, slices: list[slice]) -> Packed:
+    """Some rows of a canonical weight, without the bias, in memory of their own: the rest may be freed."""
+    tensors = {name: torch.cat([tensor[own] for own in slices]) for name, tensor in packed.tensors.items()}
+    return replace(packed, n=sum(own.stop - own.start for own in slices), tensors=tensors, bias=None)
+
+
 def shard(packed: Packed, axis: Literal["rows", "columns"], rank: int, ranks: int) -> Packed:
     """Part `rank` of `ranks` equal ones. A bias goes with rows, and with columns to rank 0, since ranks are summed.
 
@@ -27,7 +33,8 @@ def shard(packed: Packed, axis: Literal["rows", "columns"], rank: int, ranks: in
     if packed.perm is not None:
         packed = to_dense(packed, torch.float32)
     if packed.layout == "dense":
-        return replace(packed, k=cut.stop - cut.start, tensors={"w": packed.tensors["w"][:, cut]}, bias=bias)
+        own = packed.tensors["w"][:, cut].contiguous()
+        return replace(packed, k=cut.stop - cut.start, tensors={"w": own}, bias=bias)
     return replace(_columns(packed, cut), bias=bias)
 
 
@@ -41,6 +48,6 @@ def _columns(packed: Packed, cut: slice) -> Packed:
         whole = regroup(packed, gcd(packed.group, width))
         group = whole.group
         of = slice(cut.start // group, cut.stop // group)
-        scales = {name: whole.tensors[name][:, of] for name in ("s", "m") if name in whole.tensors}
-    q = packed.tensors["q"][:, cut.start // per_byte : cut.stop // per_byte]
+        scales = {name: whole.tensors[name][:, of].contiguous() for name in ("s", "m") if name in whole.tensors}
+    q = packed.tensors["q"][:, cut.start // per_byte : cut.stop // per_byte].contiguous()
     return replace(packed, k=width, group=group, tensors={"q": q, **scales})

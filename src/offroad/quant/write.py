@@ -16,7 +16,7 @@ from offroad.quant.encode import ENCODERS, Encoder, config_of
 from offroad.quant.packed import dequantise
 from offroad.quant.scheme import canonical
 from offroad.weights.config_source import KEPT
-from offroad.weights.load import expected_tensors, verify_headers
+from offroad.weights.load import expected_tensors, matrix, verify_headers
 from offroad.weights.source import Source, Stored
 
 SHARD_BYTES = 2 * 1024**3
@@ -66,13 +66,6 @@ def _groups(spec: ModelSpec, encoder: Encoder) -> dict[str, int]:
 
 
 def _check(linear: LinearSpec, encoder: Encoder) -> None:
-    if linear.op != "linear":
-        raise ModelError(
-            f"module {linear.parts[0][0]}",
-            found="experts",
-            accepted="dense models: experts are not written yet",
-            next="quantise it with llm-compressor or ModelOpt; offroad reads what they write",
-        )
     if encoder.group(linear.k) is None:
         accepted = f"a multiple of {encoder.groups[-1]} for {encoder.name}"
         raise ModelError(f"module {linear.parts[0][0]}", found=f"{linear.k} columns", accepted=accepted)
@@ -85,17 +78,21 @@ def _encoded(
     tensors = [*spec.tensors, *(tensor for layer in spec.layers for tensor in layer.tensors)]
     added = "norm_plus_one" in source.conventions
     raised = {tensor.name for tensor in tensors if added and tensor.transform == "plus_one"}
+    fused = {linear.fused: linear for layer in spec.layers for linear in layer.linears if linear.fused}
     for i, name in enumerate(names):
         progress(i / len(names), name)
         stored, module = source.read(name), name.removesuffix(".weight")
-        if module not in groups:
+        if name not in fused and module not in groups:
             yield name, _plain(stored, name in raised)
             continue
-        weight = dequantise(canonical(stored))
+        weight = dequantise(canonical(matrix(stored)))
         if not torch.isfinite(weight).all():
             raise ModelError(f"tensor {name}", found="a value that is not finite", accepted="finite weights")
-        for suffix, tensor in encoder.encode(weight, groups[module]).items():
-            yield module + suffix, tensor.contiguous()
+        # Experts that stand in one tensor are written by expert, as readers of the format want them.
+        parts = fused[name].parts if name in fused else ((module, len(weight)),)
+        for (part, _), rows in zip(parts, weight.split([count for _, count in parts]), strict=True):
+            for suffix, tensor in encoder.encode(rows, groups[part]).items():
+                yield part + suffix, tensor.contiguous()
 
 
 def _plain(stored: Stored, has_one: bool) -> torch.Tensor:

@@ -3,8 +3,8 @@
 A graph is made for a number of rows and a width. A step takes the smallest that holds it; rows that are left over have
 slot 0 (the bin) and width 0, so that they write nothing that is read. Row r has the tokens `[r * width, (r + 1) *
 width)`, of which the first `width[r]` are real; what the others compute is never read, and may be anything.
-What a captured kernel reads of a step lies in device memory: `Rows`' host arrays are of the right length, and their
-values of no meaning while a graph is made.
+What a captured kernel reads of a step lies in device memory: of `Rows`' host arrays, lengths, offsets and widths (the
+most that a row has) are those of every step, and slots and starts have no meaning while a graph is made.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _VERIFY = int(Kind.VERIFY)
 
 @dataclass(frozen=True)
 class Forward:
-    """A step's forward pass: `states` [.., hidden] that left the model, `hidden` [scored, hidden] those of tokens whose
-    logits are needed, and from a graph fp32 logits [scored, vocab].
+    """A step's forward pass: `states` that left the model, [tokens, hidden] for a drafter that eats all and else
+    `hidden`, [scored, hidden] of tokens whose logits are needed; from a graph fp32 logits [scored, vocab] too.
 
     `answers` int64 [tokens] from a graph: the best token of each, `~token` where a value is not finite; `live`: which
     of them the step has. `stored`: the best tokens stand in `Arrays.tokens` already."""
@@ -147,7 +147,9 @@ class _Graph:
             positions=positions,
             slot=self.slot,
             start=self.start,
-            width=self.widths,
+            # What kernels size their grids by while they are captured: the most. On a CPU nothing is captured, and
+            # reference kernels read the step's own.
+            width=self.widths if device.type == "cpu" else np.full(rows, width, np.int32),
             offset=self.offset,
             slot_t=there[3],
             start_t=there[4],
@@ -214,11 +216,12 @@ class _Graph:
         if (width != self.width).any():
             live = np.flatnonzero(np.arange(self.width) < width[:, None])
             picked = torch.from_numpy(live).to(graphs.arrays.device, non_blocking=True)
+        hidden = graphs.hidden[picked]
         return Forward(
             rows,
             graphs.ops,
-            graphs.hidden[: self.tokens],
-            graphs.hidden[picked],
+            graphs.hidden[: self.tokens] if graphs.arrays.tapped else hidden,
+            hidden,
             graphs.logits[picked],
             graphs.answers[: self.tokens],
             live,

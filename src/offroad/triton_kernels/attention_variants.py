@@ -7,7 +7,7 @@ from typing import Any
 
 from offroad.triton_kernels.attention import KINDS, Tile, decode_tile, padded, precision_of, prefill_tile, wide
 from offroad.triton_kernels.compile import SHARED, Variant
-from offroad.triton_kernels.kv_rows import store_rows
+from offroad.triton_kernels.kv_rows import LISTS, store_rows
 from offroad.triton_kernels.paged_decode import SMALLEST, paged_decode, sum_partitions
 from offroad.triton_kernels.paged_prefill import paged_prefill
 
@@ -37,7 +37,8 @@ def _variant(
 ) -> Variant:
     names = [name for name in function.arg_names if name not in constants]
     signature = {name: _TYPES.get(name) or types[name] for name in names}
-    aligned = tuple(n for n in names if signature[n] in set(_POINTERS.values()) or n == "q_stride")
+    pointers = {name for name in names if signature[name] in _POINTERS.values() and name not in LISTS}
+    aligned = tuple(name for name in names if name in pointers or name == "q_stride")
     return Variant(
         label,
         function,

@@ -19,7 +19,17 @@ ARCHS = (80, 86, 89, 90, 100, 120, 121)
 # specifications, less the 1 KiB that the system takes of each block.
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
 # Modules of this package whose `variants()` are compiled.
-MODULES: tuple[str, ...] = ("attention_variants", "linear_jit", "norms_jit", "elementwise_jit", "rope_jit", "route_jit")
+MODULES: tuple[str, ...] = (
+    "attention_variants",
+    "linear_jit",
+    "norms_jit",
+    "elementwise_jit",
+    "rope_jit",
+    "route_jit",
+    "delta_jit",
+    "delta_chunk_jit",
+    "sample_jit",
+)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from offroad.triton_kernels.delta import HOPPER, OTHERS, Tiles
 GATED = 16  # tokens of a program of the gate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def mix_kernel(
     qkvz, ring, slots, starts, widths, offsets, taps, mixed, lengths, first, stride, ring_slot, ring_stride, capacity,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
@@ -147,7 +147,7 @@ def _store_parts(place, lacking, live, x, SPLIT: tl.constexpr):
         tl.store(place + lacking, low, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def solve_kernel(
     mixed, lengths, ba, widths, offsets, a_log, dt_bias, solved, scores, sums, first, ba_stride, lacking,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -191,7 +191,7 @@ def solve_kernel(
         tl.store(sums + token * HEADS + head, total, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def scan_kernel(
     mixed, lengths, solved, scores, sums, states, boundaries, slots, starts, widths, offsets, out, first, lacking,
     state_slot, state_stride, capacity,
@@ -249,7 +249,7 @@ def scan_kernel(
     tl.store(states + after + inner, state.to(states.dtype.element_ty), mask=live_state & (width > 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "tokens"])
 def gate_kernel(
     out, qkvz, norm, first, tokens, stride, channels, eps,
     HEADS: tl.constexpr, DV: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, V: tl.constexpr,
@@ -339,9 +339,9 @@ def variants() -> Iterator[Variant]:
         near = tuple(sorted(aligned & set(names)))
         return Variant(f"gated_delta {label}", function, signature, constants, warps, stages, aligned=near, **more)
 
-    yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8)
+    yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8, archs=(80, 90, 120))
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
-    yield variant("gate", gate_kernel, gate, 4)
+    yield variant("gate", gate_kernel, gate, 4, archs=(80, 90, 120))
     # Both are tuned for compute capability 9.0; few registers spill elsewhere.
     for tiles, archs in ((HOPPER, (90,)), (OTHERS, (80, 100, 120))):
         more = {"hot": tiles is HOPPER, "archs": archs}

@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+# Arguments that lie anywhere in a step's arrays: a kernel compiled for each alignment of them would gain nothing.
+LISTS = (
+    "slots", "starts", "widths", "offsets", "positions", "k_scale", "v_scale", "part_max", "part_sum"
+)  # fmt: skip
 # Triton's names of stored kinds, as constants of kernels.
 PLAIN, E5M2, E4M3 = 0, 1, 2
 _E5M2: tl.constexpr = tl.constexpr(E5M2)
@@ -25,6 +29,7 @@ def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr)
     # Below the least normal number codes count steps of 2^(1 - BIAS - MANTISSA): adding 2^23 rounds to a whole number.
     steps = (size * (2.0 ** (BIAS + MANTISSA - 1)) + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
     code = tl.where(size < 2.0 ** (1 - BIAS), steps, normal)
+    code = tl.where(x == x, code, 0x7F)  # not a number: it stays so
     return (code | sign).to(tl.uint8)
 
 
@@ -50,7 +55,7 @@ def loaded(x, KIND: tl.constexpr, dtype: tl.constexpr):
         return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def store_rows(
     k, v, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
     k_stride, v_stride, table_stride,

@@ -47,13 +47,23 @@ def _scales(s, sn, unit, units, s_group, group_units, FOLD: tl.constexpr):
 
 
 @triton.jit
+def _minima(minima, scales):
+    """Minima in fp32: integers are multiples of the scale."""
+    wide = minima.to(tl.float32)
+    if minima.dtype == tl.int16:
+        return wide * scales.to(tl.float32)
+    else:
+        return wide
+
+
+@triton.jit
 def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
     """[BN, 128] of scales [BN, FOLD]."""
     wide = tl.broadcast_to(scales.to(dtype)[:, :, None], (BN, FOLD, BK // FOLD))
     return tl.reshape(wide, (BN, BK))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "units", "per", "group_units", "per_token"])  # one kernel for every batch
 def linear(
     x,
     w,
@@ -151,12 +161,12 @@ def linear(
             else:
                 wt = wt * _spread(sc, FOLD, BN, wt.dtype)
             if HAS_M:
-                wt = wt + _spread(mc, FOLD, BN, wt.dtype)
+                wt = wt + _spread(_minima(mc, sc), FOLD, BN, wt.dtype)
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
         else:
             acc += tl.dot(wt, xt, input_precision="ieee") * sc.to(tl.float32)[:, None]
             if HAS_M:
-                acc += mc.to(tl.float32)[:, None] * tl.sum(xt.to(tl.float32), axis=0)[None, :]
+                acc += _minima(mc, sc)[:, None] * tl.sum(xt.to(tl.float32), axis=0)[None, :]
         if not DENSE:
             sc = sc_next
             if HAS_M:
@@ -164,7 +174,7 @@ def linear(
     keep = (rn < n)[:, None] & ok[None, :]
     out = rm.to(tl.int64)[None, :] * n + rn[:, None]
     if SPLIT > 1:
-        size = rows.to(tl.int64) * n
+        size = tl.cast(rows, tl.int64) * n
         tl.store(partial + ps * size + out, acc, mask=keep)
         tl.debug_barrier()  # this program's stores before its arrival
         place = arrived + pm * tl.num_programs(0) + pn
@@ -181,7 +191,7 @@ def linear(
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last", "units", "group_units"])
 def dequantise(
     w,
     s,
@@ -218,13 +228,15 @@ def dequantise(
             sc = scale_numbers(sc, tl.float32, False)
         wt = wt * _spread(sc, FOLD, BN, tl.float32)
         if HAS_M:
-            wt = wt + _spread(_scales(m, sn, unit, units, s_group, group_units, FOLD), FOLD, BN, tl.float32)
+            mc = _minima(_scales(m, sn, unit, units, s_group, group_units, FOLD), sc)
+            wt = wt + _spread(mc, FOLD, BN, tl.float32)
     else:
         sn = rn.to(tl.int64)
         sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
         wt = wt * sc.to(tl.float32)[:, None]
         if HAS_M:
-            wt = wt + _scales(m, sn, unit, units, s_group, group_units, FOLD).to(tl.float32)[:, None]
+            mc = _scales(m, sn, unit, units, s_group, group_units, FOLD)
+            wt = wt + _minima(mc, sc)[:, None]
     if HAS_ROW_SCALE:
         wt = wt * tl.load(row_scale + rn)[:, None]
     tl.store(
@@ -240,7 +252,7 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     scale = "u8" if options.get("E4M3_SCALES") else options.pop("scale", "bf16")
     pointers = {"x": dtype, "w": stored, "y": dtype, "partial": "fp32", "arrived": "i32"}
     pointers |= {} if kind == "dense" else {"s": scale}
-    pointers |= {"m": scale} if options.get("HAS_M") else {}
+    pointers |= {"m": "i16"} if options.get("HAS_M") else {}
     pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
     pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
     sizes = ("rows", "n", "k", "units", "per", "s_group", "group_units", "per_token")

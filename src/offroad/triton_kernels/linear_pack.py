@@ -27,7 +27,7 @@ def pack(weight: Packed) -> Records:
 
     - `q` int32 [ceil(n / 64), ceil(k / 128), words] (see `_nibbles`, `_bytes`); codes of affine4 are u = q;
     - `s` [groups, padded n], and `m` unless it is 0: w = q * s + m, for affine4 w = (q - 8) * s + m. They are in bf16
-      or fp16 if that holds them exactly, else in fp32;
+      or fp16 if that holds them exactly, else in fp32; `m` in int16 is a multiple of `s`, as zero points give it;
     - fp4: `s` may be uint8 codes of E4M3, then `r` fp32 [padded n] is a row's factor: w = e2m1 * e4m3 * r.
 
     Padding has scale 0. Groups are a divisor of 128, a multiple of it, or all of k. A dense weight (parts that could
@@ -42,7 +42,7 @@ def pack(weight: Packed) -> Records:
     folded = weight.group < min(BLOCK_K, weight.k)
     tensors = {"q": _records(weight)} | (_factored(s) if kind == "e2m1" and folded else {"s": _halved(s)})
     if m is not None and bool(m.any()):
-        tensors["m"] = _halved(m)
+        tensors["m"] = _minima(m, s)
     rows, units = tensors["q"].shape[0] * BLOCK_N, tensors["q"].shape[1]
     groups = units * BLOCK_K // weight.group if folded else s.shape[1]
     for name in ("s", "m"):
@@ -65,6 +65,12 @@ def _halved(scales: torch.Tensor) -> torch.Tensor:
         if torch.equal(scales.to(dtype).float(), scales):
             return scales.to(dtype)
     return scales.float()
+
+
+def _minima(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Minima as integers that the kernel multiplies by the scale, where they are that exactly; else as `_halved`."""
+    times = torch.where(s == 0, 0.0, m / s).round()
+    return times.to(torch.int16) if torch.equal(times * s, m) and bool(times.abs().max() < 2**15) else _halved(m)
 
 
 def _factored(s: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,9 +155,12 @@ def dequantised_rows(weight: Records, rows: torch.Tensor) -> torch.Tensor:
         numbers = codes.view(torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn).float()
     s = tensors["s"][:, rows].T
     s = s.contiguous().view(torch.float8_e4m3fn) if s.dtype == torch.uint8 else s
-    numbers = numbers * spread(s.float(), weight.group, weight.k)
+    s = s.float()
+    numbers = numbers * spread(s, weight.group, weight.k)
     if "m" in tensors:
-        numbers = numbers + spread(tensors["m"][:, rows].T.float(), weight.group, weight.k)
+        m = tensors["m"][:, rows].T
+        m = m * s if m.dtype == torch.int16 else m.float()
+        numbers = numbers + spread(m, weight.group, weight.k)
     if "r" in tensors:
         numbers = numbers * tensors["r"][rows, None]
     if weight.perm is None:

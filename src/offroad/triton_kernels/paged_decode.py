@@ -7,7 +7,7 @@ number of programs nor what else is in the step changes a bit of the answer.
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.kv_rows import loaded
+from offroad.triton_kernels.kv_rows import LISTS, loaded
 
 # Partitions of a history are SMALLEST tokens long up to position 32 * SMALLEST, then twice as long per doubling of the
 # position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too many for memory.
@@ -46,7 +46,7 @@ def capped(scores, softcap):
     return softcap * (1 - 2 / (tl.exp(scores * (2 / softcap)) + 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("partitions", "first_token"), do_not_specialize_on_alignment=LISTS)
 def paged_decode(
     q, k_pages, v_pages, table, slots, starts, widths, offsets, k_scale, part, part_max, part_sum,
     scale, softcap, q_stride, table_stride, partitions, first_token,
@@ -135,7 +135,7 @@ def paged_decode(
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("partitions", "first_token"), do_not_specialize_on_alignment=LISTS)
 def sum_partitions(
     out, part, part_max, part_sum, positions, v_scale, partitions, first_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,

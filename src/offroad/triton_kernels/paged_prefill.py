@@ -7,7 +7,7 @@ wherever the prompt is cut and whatever else is in the step.
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.kv_rows import loaded
+from offroad.triton_kernels.kv_rows import LISTS, loaded
 from offroad.triton_kernels.paged_decode import capped
 
 
@@ -69,7 +69,7 @@ def _walk(
     return acc, largest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def paged_prefill(
     q, out, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
     scale, softcap, q_stride, table_stride,

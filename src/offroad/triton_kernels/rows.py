@@ -32,20 +32,23 @@ def at_most(size: str, longest: int) -> Callable[[DeviceProfile, Problem], str |
     return limits
 
 
+def rope_shared(device: DeviceProfile, problem: Problem) -> int:
+    """Bytes through which a tile of four heads in fp32 changes its layout."""
+    return 16 * (1 << (problem.size("head_dim") - 1).bit_length())
+
+
 def _dense_only(device: DeviceProfile, problem: Problem) -> str | None:
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense rows; stored: {packed[0]}" if packed else None
 
 
 def register(registry: Registry) -> None:
-    """Adds a kernel for each op; none of them keeps more than sums in shared memory."""
+    """Adds a kernel for each op; but for rope, none keeps more than sums in shared memory."""
     for name in ("norm", "add_norm", "sandwich_norm"):
         registry.add(TritonKernel(f"triton.{name}", name, function("norms_jit", name), at_most("hidden", LONGEST)))
     features = frozenset({"qk_norm", "v_norm", "k_eq_v", "q_only", "output_gate", "mrope"})
-    limits = at_most("head_dim", 1024)
-    registry.add(
-        TritonKernel("triton.qkv_rope", "qkv_rope", function("rope_jit", "qkv_rope"), limits, features=features)
-    )
+    bind, limits = function("rope_jit", "qkv_rope"), at_most("head_dim", 1024)
+    registry.add(TritonKernel("triton.qkv_rope", "qkv_rope", bind, limits, rope_shared, features))
     kinds = frozenset({"silu", "gelu_tanh"})
     bind = function("elementwise_jit", "gated_activation")
     registry.add(TritonKernel("triton.gated_activation", "gated_activation", bind, features=kinds))

@@ -112,4 +112,4 @@ def variants() -> Iterator[Variant]:
     """Any vocabulary."""
     kinds = {"logits": "*fp32", "top": "*fp32", "temperature": "*fp64", "low": "*fp64", "seed": "*i64"}
     kinds |= {"position": "*i64", "scores": "*fp32", "tokens": "*i32", "stride": "i32", "vocab": "i32", "parts": "i32"}
-    yield Variant("draw", draw_kernel, kinds, {"BLOCK": BLOCK})
+    yield Variant("draw", draw_kernel, kinds, {"BLOCK": BLOCK}, archs=(80, 90, 120))

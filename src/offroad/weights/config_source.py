@@ -15,7 +15,9 @@ from offroad.weights.safetensors_source import read_json
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 # What quantisers leave alone, whatever their lists say (specs of the families): small, or choosing.
-KEPT = frozenset({"router", "shared_gate", "ba", "input_gate", "input_projection"})
+KEPT = frozenset(
+    {"router", "shared_gate", "ba", "input_gate", "input_projection", "compress", "index", "index_weights"}
+)
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -35,6 +37,8 @@ class ConfigSource:
         dtype = values.get("dtype") or values.get("torch_dtype") or "bfloat16"
         stored = f"assumed to be {quant.get('quant_method')} in all layers" if quant else f"assumed to be {dtype}"
         self.notes = (f"no weights here: they are {stored}",)
+        if quant and spec.family == "deepseek_v4":  # experts of 4 bits unless it says otherwise
+            quant = {"expert_dtype": values.get("expert_dtype", "fp4"), **quant}
         self.headers = assumed_headers(spec, _DTYPES.get(dtype, "bf16"), quant)
 
     def read(self, name: str) -> Stored:
@@ -52,12 +56,14 @@ def assumed_headers(spec: ModelSpec, kind: str, quant: dict[str, Any] | None) ->
         name: TensorHeader(name, shape, kind, width * prod(shape))
         for name, shape in expected_tensors(spec, fused).items()
     }
+    for tensor in (tensor for layer in spec.layers for tensor in layer.tensors if tensor.transform == "index"):
+        headers[tensor.name] = TensorHeader(tensor.name, tensor.shape, "i64", 8 * prod(tensor.shape))
     if quant is None:
         return headers
     for linear in (linear for layer in spec.layers for linear in layer.linears if linear.name not in KEPT):
         for name in _weights(linear, headers):
             shape = headers[name].shape
-            stored, size = assumed_kind(quant, shape[-1])
+            stored, size = assumed_kind(quant, shape[-1], bool(linear.experts))
             headers[name] = TensorHeader(name, shape, stored, int(size * prod(shape)))
     return headers
 
@@ -66,8 +72,9 @@ def _weights(linear: LinearSpec, headers: Headers) -> list[str]:
     return [name for name in linear.tensors(headers) if name in headers]
 
 
-def assumed_kind(quant: dict[str, Any], k: int) -> tuple[str, float]:
-    """(kind, bytes a weight) of a weight of k columns under a `quantization_config`. Raises ModelError for others."""
+def assumed_kind(quant: dict[str, Any], k: int, experts: bool = False) -> tuple[str, float]:
+    """(kind, bytes a weight) of a weight of k columns, one of experts or not, under a `quantization_config`. Raises
+    ModelError for others."""
     method, groups = str(quant.get("quant_method", "")).lower(), quant.get("config_groups") or {}
     weights = next((group.get("weights") or {} for group in groups.values()), {})
     bits = quant.get("bits") or quant.get("w_bit") or weights.get("num_bits")
@@ -75,11 +82,12 @@ def assumed_kind(quant: dict[str, Any], k: int) -> tuple[str, float]:
     form = str(quant.get("format", ""))
     if "nvfp4" in form or "NVFP4" in algo:
         return "fp4.nvfp4", 0.5 + 1 / 16
-    if "mxfp4" in form or method == "mxfp4":
+    if "mxfp4" in form or method == "mxfp4" or experts and quant.get("expert_dtype") == "fp4":
         return "fp4.mxfp4", 0.5 + 1 / 32
     if method == "fp8" or algo.startswith("FP8") or weights.get("type") == "float":
         block = quant.get("weight_block_size") or [1, k]
-        return f"fp8.block{block[0]}x{block[1]}", 1 + 4 / (block[0] * block[1])
+        scale = 1 if quant.get("scale_fmt") == "ue8m0" else 4
+        return f"fp8.block{block[0]}x{block[1]}", 1 + scale / (block[0] * block[1])
     if bits in (4, 8):
         group = quant.get("group_size") or quant.get("q_group_size") or weights.get("group_size") or -1
         group = k if group < 0 else group

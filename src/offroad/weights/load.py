@@ -14,9 +14,12 @@ from math import prod
 import torch
 
 from offroad.errors import ModelError
-from offroad.models.spec import DraftSpec, LayerSpec, LinearSpec, ModelSpec, TensorSpec
+from offroad.models.shard import Section, linear_sections, part_of, tensor_sections
+from offroad.models.shard import shard as shard_spec
+from offroad.models.spec import AttentionSpec, DraftSpec, LayerSpec, LinearSpec, Mixer, ModelSpec, TensorSpec
 from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, canonical, fuse, to_dense, widen
+from offroad.quant.shard import shard, take
 from offroad.weights import kv_scales
 from offroad.weights.kv_scales import Scales
 from offroad.weights.source import Headers, Source, Stored
@@ -61,6 +64,11 @@ def _layers(spec: ModelSpec, draft: DraftSpec | None) -> tuple[LayerSpec, ...]:
     return spec.layers + (draft.layers if draft and not spec.drafted else ())
 
 
+def _tensors(spec: ModelSpec, draft: DraftSpec | None) -> list[TensorSpec]:
+    outside = [*spec.tensors, *(draft.tensors if draft else ())]
+    return [*outside, *(tensor for layer in _layers(spec, draft) for tensor in layer.tensors)]
+
+
 def draft_of(spec: ModelSpec, headers: Headers) -> DraftSpec | None:
     """The drafter, if it is used or the checkpoint has one."""
     if spec.draft is None or spec.drafted:
@@ -80,10 +88,7 @@ def expected_tensors(spec: ModelSpec, headers: Headers, draft: DraftSpec | None 
             expected[f"{module}.weight"] = (rows, linear.k)
             if linear.bias:
                 expected[f"{module}.bias"] = (rows,)
-    outside = [*spec.tensors, *(draft.tensors if draft else ())]
-    for tensor in [*outside, *(tensor for layer in _layers(spec, draft) for tensor in layer.tensors)]:
-        expected[tensor.name] = tensor.shape
-    return expected
+    return expected | {tensor.name: tensor.shape for tensor in _tensors(spec, draft)}
 
 
 def verify_headers(spec: ModelSpec, source: Source) -> None:
@@ -114,8 +119,7 @@ def verify_headers(spec: ModelSpec, source: Source) -> None:
 
 
 def _indices(spec: ModelSpec, draft: DraftSpec | None) -> set[str]:
-    """Tensors that hold whole numbers."""
-    return {tensor.name for tensor in (*spec.tensors, *(draft.tensors if draft else ())) if tensor.transform == "index"}
+    return {tensor.name for tensor in _tensors(spec, draft) if tensor.transform == "index"}
 
 
 def _adds_nothing(name: str, expected: dict[str, tuple[int, ...]], source: Source) -> bool:
@@ -154,26 +158,40 @@ def load(
     device: torch.device,
     packers: Packers,
     progress: Progress | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Weights:
     """All weights on `device`, `layouts(layer, use)` deciding how each linear is kept; the drafter's if it is among
     the spec's layers.
 
     `layouts` is asked for "embed", "linear:head" and others of MODEL and DRAFTER too. Dense weights and biases are in
     `dtype`; tensors outside linears stay fp32. `packers` make a kernel's own layout from the canonical one. One linear
-    is in flight at a time, and on an accelerator checks, fusing and packing are done there.
-    Raises ModelError (see `verify_headers`), also for a value that is not finite.
+    is in flight at a time, and on an accelerator checks, fusing and packing are done there. Of `ranks` ranks, `rank`
+    gets its part (see models/shard.py): `spec` is the whole model, `layouts` those of a plan for so many ranks.
+    Raises ModelError (see `verify_headers`), also for a value that is not finite, and PlanError for what ranks cannot
+    divide.
     """
+    assert 0 <= rank < ranks, (rank, ranks)
+    part = shard_spec(spec, ranks)
     verify_headers(spec, source)
     found = spec.draft if spec.drafted else None
     total = sum(source.headers[name].nbytes for name in expected_tensors(spec, source.headers, found))
     loader = _Loader(source, dtype, device, packers, progress or (lambda fraction, note: None), max(total, 1))
-    embed = loader.linear(spec.embedding, layouts(MODEL, "embed"))
-    head = embed if spec.head is None else loader.linear(spec.head, layouts(MODEL, "linear:head"))
+    loader.rank, loader.ranks = rank, ranks
+    embed = loader.linear(replace(spec.embedding, split="rows"), layouts(MODEL, "embed"))
+    head = replace(spec.head, split="rows") if spec.head else None
+    head = embed if head is None else loader.linear(head, layouts(MODEL, "linear:head"))
     layers = [loader.layer(layer, lambda use, i=i: layouts(i, use)) for i, layer in enumerate(spec.layers)]
     linears = {linear.name: loader.linear(linear, layouts(MODEL, linear.use)) for linear in spec.linears}
     drafter = None if found is None else loader.outside(found, lambda use: layouts(DRAFTER, use))
-    scales = kv_scales.read(source, spec, device)
-    return Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
+    scales = loader.kv_scales(spec, kv_scales.read(source, spec, device))
+    for layer, own in zip(layers, part.layers, strict=True):
+        assert all((layer.linears[li.name].n, layer.linears[li.name].k) == (li.n, li.k) for li in own.linears)
+    loaded = Weights(layers, embed, head, loader.tensors(spec.tensors), linears, drafter, scales)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what fusing and packing needed is cut into odd pieces: the caches come next
+    return loaded
 
 
 @dataclass
@@ -185,6 +203,8 @@ class _Loader:
     progress: Progress
     total: int
     done: int = 0
+    rank: int = 0
+    ranks: int = 1
 
     def read(self, name: str) -> Stored:
         stored = self.source.read(name)
@@ -193,27 +213,28 @@ class _Loader:
         return stored
 
     def layer(self, spec: LayerSpec, layout: Callable[[str], str]) -> LayerWeights:
-        linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
-        return LayerWeights(linears, self.tensors(spec.tensors))
+        linears = {linear.name: self.linear(linear, layout(linear.use), spec.mixer) for linear in spec.linears}
+        return LayerWeights(linears, self.tensors(spec.tensors, spec.mixer))
 
     def outside(self, spec: DraftSpec, layout: Callable[[str], str]) -> LayerWeights:
         linears = {linear.name: self.linear(linear, layout(linear.use)) for linear in spec.linears}
         return LayerWeights(linears, self.tensors(spec.tensors))
 
-    def linear(self, spec: LinearSpec, layout: str) -> Packed:
-        parts = []
-        for name in spec.tensors(self.source.headers):
-            part = canonical(_matrix(self.read(name)))
+    def linear(self, spec: LinearSpec, layout: str, mixer: Mixer | None = None) -> Packed:
+        parts, names = [], spec.tensors(self.source.headers)
+        for name, rows in zip(names, self._rows(spec, mixer, len(names)), strict=True):
+            part = canonical(matrix(self.read(name)))
             if self.device.type != "cpu":
                 part = self._placed(part)
             for tensor in part.tensors.values():
                 _check_finite(name, tensor, "weight")
+            part = self._own(part, spec, rows)
             parts.append(self._dense(part) if layout == "dense" else part)
         packed = fuse(parts)
         for tensor in packed.tensors.values():
             _check_finite(spec.parts[0][0], tensor, f"weight in {self.dtype}")
         if spec.bias:
-            packed = replace(packed, bias=torch.cat([self._bias(f"{module}.bias") for module, _ in spec.parts]))
+            packed = replace(packed, bias=self._bias(spec, mixer))
         return self._placed(self._laid_out(self._placed(packed), layout))  # packers work where the weight will be
 
     def _laid_out(self, packed: Packed, layout: str) -> Packed:
@@ -245,10 +266,38 @@ class _Loader:
         bias, perm = (None if x is None else x.to(self.device) for x in (packed.bias, packed.perm))
         return replace(packed, tensors=tensors, bias=bias, perm=perm)
 
-    def _bias(self, name: str) -> torch.Tensor:
-        bias = self.read(name).data.to(self.dtype, copy=True)
-        _check_finite(name, bias, f"bias in {self.dtype}")
-        return bias
+    def _rows(self, spec: LinearSpec, mixer: Mixer | None, tensors: int) -> list[list[slice]]:
+        """This rank's rows of each of the tensors that a linear is stored in, if it is divided by rows."""
+        sections = linear_sections(spec, mixer, self.ranks)
+        if tensors != len(sections):  # one tensor of all experts
+            sections = (tuple(section for part in sections for section in part),)
+        return [part_of(part, self.rank, self.ranks) for part in sections]
+
+    def _own(self, part: Packed, spec: LinearSpec, rows: list[slice]) -> Packed:
+        if self.ranks == 1 or spec.split == "none":
+            return part
+        return shard(part, "columns", self.rank, self.ranks) if spec.split == "columns" else take(part, rows)
+
+    def _bias(self, spec: LinearSpec, mixer: Mixer | None) -> torch.Tensor | None:
+        """This rank's; of a linear whose outputs are summed over ranks, the first one's."""
+        biases = []
+        for (module, _), rows in zip(spec.parts, self._rows(spec, mixer, len(spec.parts)), strict=True):
+            bias = self.read(f"{module}.bias").data.to(self.dtype, copy=True)
+            _check_finite(f"{module}.bias", bias, f"bias in {self.dtype}")
+            biases += [bias[own] for own in rows] if spec.split == "rows" else [bias]
+        return torch.cat(biases) if spec.split != "columns" or self.rank == 0 else None
+
+    def kv_scales(self, spec: ModelSpec, whole: list[Scales | None]) -> list[Scales | None]:
+        """The scales of this rank's KV heads."""
+        own: list[Scales | None] = []
+        for layer, scales in zip(spec.layers, whole, strict=True):
+            if scales is not None and isinstance(mixer := layer.mixer, AttentionSpec):
+                [heads] = part_of(
+                    (Section(mixer.kv_heads, max(1, self.ranks // mixer.kv_heads)),), self.rank, self.ranks
+                )
+                scales = scales[0][heads], scales[1][heads]
+            own.append(scales)
+        return own
 
     def _index(self, name: str) -> torch.Tensor:
         value = self.read(name).data.to(torch.int64, copy=True)
@@ -259,7 +308,7 @@ class _Loader:
             )
         return value.to(self.device)
 
-    def tensors(self, specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
+    def tensors(self, specs: tuple[TensorSpec, ...], mixer: Mixer | None = None) -> dict[str, torch.Tensor]:
         plus_one = "norm_plus_one" not in self.source.conventions
         loaded = {}
         for spec in specs:
@@ -272,11 +321,13 @@ class _Loader:
                 value = value + 1.0
             elif spec.transform == "matrix":
                 value = value.flatten(1)
+            if sections := tensor_sections(spec, mixer) if self.ranks > 1 else ():
+                value = torch.cat([value[own] for own in part_of(sections, self.rank, self.ranks)])
             loaded[spec.target] = value.to(self.device)
         return loaded
 
 
-def _matrix(stored: Stored) -> Stored:
+def matrix(stored: Stored) -> Stored:
     """A tensor [experts, n, k] as the matrix [experts * n, k]; others as they are."""
     header = stored.header
     if len(header.shape) == 2 or stored.packed is not None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,12 +19,16 @@ CLI = [sys.executable, "-m", "offroad.cli.main"]
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that nobody takes before the server does: one of this worker's own, below those that systems give out."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = 20000 + 1000 * worker + random.randrange(1000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(folder: Path, *flags: str) -> Iterator[str]:
     """The address of a server that answers; it must end with exit code 0 on SIGTERM."""
     port = free_port()

@@ -22,7 +22,9 @@ def random_weight(layout: str, n: int, k: int, group: int, *, sym: bool = True, 
         return Packed(layout, n, k, {"q": q, "s": s / 4, "m": -zero * s / 4}, group)
     if layout == "affine8":
         q = torch.randint(-128, 128, (n, k), generator=g, dtype=torch.int8)
-        tensors = {"q": q, "s": s / 64} | ({} if sym else {"m": s * 0.3})
+        tensors = {"q": q, "s": s / 64} | (
+            {} if sym else {"m": s / 64 * torch.randint(-99, 99, (n, groups), generator=g)}
+        )
         return Packed(layout, n, k, tensors, group)
     if layout == "fp8":
         return Packed(layout, n, k, {"q": torch.randn(n, k, generator=g).to(FP8), "s": s}, group)

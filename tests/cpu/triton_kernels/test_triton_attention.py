@@ -41,7 +41,7 @@ F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
 
 DECODE = {
-    "one token": Case(starts=(0,), widths=(1,)),
+    "one token": Case(starts=(0,), widths=(1,), kv_heads=1),
     "ends of blocks": Case(starts=(62, 63, 64, 127), widths=(1, 1, 1, 1), kv_heads=1, group=4),
     "verify widths": Case(starts=(129, 61, 0, 63), widths=(1, 4, 2, 3), kv_heads=1, group=6),
     "two tiles of queries": Case(starts=(70, 5), widths=(3, 2), kv_heads=1, group=8),
@@ -75,14 +75,28 @@ PREFILL = {
     "fp16": Case(starts=(66, 3), widths=(20, 10), dtype=F16, kv=F16),
     "pages in fp16": Case(starts=(66, 3), widths=(20, 10), kv=F16),
     "e5m2": Case(starts=(66, 3), widths=(20, 10), kv=E5M2, kv_heads=1),
-    "e4m3 with scales": Case(starts=(66, 3), widths=(20, 70), kv=E4M3, scaled=True),
-    "pages only": Case(starts=(66, 3), widths=(20, 70), pages_only=True, window=40),
+    "e4m3 with scales": Case(starts=(66, 3), widths=(20, 10), kv=E4M3, scaled=True),
+    "pages only": Case(starts=(66, 3), widths=(20, 10), pages_only=True, window=40),
 }
 
 
 @pytest.mark.parametrize("name", PREFILL)
 def test_prefill(name: str):
     same(PREFILL[name], "prefill")
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Products of matrices whose bits do not depend on a row's place, which a CPU's BLAS does not promise."""
+    from triton.runtime import interpreter
+
+    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = np.zeros_like(d.data)
+        for i in range(a.data.shape[1]):
+            total += a.data[:, i, None] * b.data[i]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def part_of(values: tuple, row: int) -> tuple:
@@ -97,7 +111,7 @@ def part_of(values: tuple, row: int) -> tuple:
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_a_row_alone_gives_the_bits_that_it_gives_among_others(phase: str, window: int | None):
-    case = Case(starts=(290, 0, 130), widths=(2, 3, 1), window=window, kv_heads=1, group=6)
+    case = Case(starts=(290, 0, 130), widths=(2, 3, 1), window=window, kv_heads=1, group=2)
     values = make(case)
     together = bound(case, phase)(*values)
     for row, span in enumerate((slice(0, 2), slice(2, 5), slice(5, 6))):
@@ -105,20 +119,20 @@ def test_a_row_alone_gives_the_bits_that_it_gives_among_others(phase: str, windo
         assert torch.equal(alone, together[span])
 
 
-def test_a_prompt_cut_anywhere_gives_the_same_bits():
-    case = Case(starts=(0,), widths=(150,), kv_heads=1, group=2)
+def test_a_prompt_cut_anywhere_gives_the_same_bits(exact_products):
+    case = Case(starts=(0,), widths=(150,), kv_heads=1)
     q, k, v, view, rows, spec = make(case)
     whole = bound(case, "prefill")(q, k, v, view, rows, spec)
     first = 0
-    for end in (50, 64, 129, 150):
+    for end in (50, 64, 150):
         part = rows_of(np.array([first]), np.array([end - first]), rows.slot, "cpu")
         cut = slice(first, end)
         assert torch.equal(bound(case, "prefill")(q[cut], k[cut], v[cut], view, part, spec), whole[cut])
         first = end
 
 
-def test_a_verify_row_gives_the_bits_of_single_tokens():
-    case = Case(starts=(125,), widths=(4,), window=90, kv_heads=1, group=6)
+def test_a_verify_row_gives_the_bits_of_single_tokens(exact_products):
+    case = Case(starts=(125,), widths=(4,), window=90, kv_heads=1, group=3)
     q, k, v, view, rows, spec = make(case)
     together = bound(case, "decode")(q, k, v, view, rows, spec)
     for token in range(4):
@@ -167,13 +181,13 @@ def test_what_is_refused():
 
 @pytest.mark.parametrize(("kind", "largest"), [(E5M2, 57344.0), (E4M3, 448.0)])
 def test_rows_are_rounded_and_limited_as_the_reference_does(kind, largest: float):
-    """Every code, the halves between codes, and what is beyond the largest."""
+    """Every code, the halves between codes, what is beyond the largest, and NaN."""
     case = Case(starts=(0,), widths=(32,), kv=kind, kv_heads=1)
     q, k, v, view, rows, spec = make(case)
     codes = torch.arange(256, dtype=torch.uint8).view(kind).float()
     codes = codes[torch.isfinite(codes)].sort().values
     halves = (codes[1:] + codes[:-1]) / 2
-    beyond = torch.tensor([largest * 1.01, -largest * 2, 1e30, -1e30])
+    beyond = torch.tensor([largest * 1.01, -largest * 2, 1e30, -1e30, float("nan")])
     nearly = torch.cat((halves * (1 + 2**-22), halves * (1 - 2**-22)))
     numbers = torch.cat((codes, halves, beyond, nearly, codes))[: 2 * k.numel()]
     k = numbers[: k.numel()].view_as(k)

@@ -36,7 +36,7 @@ def test_activations_far_from_zero():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROPES)
 def test_rope(dtype: str, name: str):
-    for tokens in (1, 4, 7):
+    for tokens in (1, 7):
         Check(dtype).rope(ROPES[name], tokens)
 
 

@@ -79,7 +79,7 @@ def test_a_27b_in_4_bits_fits_two_v100_with_177408_tokens(tmp_path):
         (dict(quant_method="awq", bits=4, group_size=128), 19.0),
         (dict(quant_method="gptq", bits=8, group_size=32), 32.0),
         (dict(quant_method="fp8", weight_block_size=[128, 128]), 30.0),
-        (dict(quant_method="modelopt", quant_algo="NVFP4"), 21.0),
+        (dict(quant_method="modelopt", quant_algo="NVFP4"), 17.5),
     ],
 )
 def test_weights_take_what_the_format_takes(tmp_path, quant: dict | None, gib: float):
