@@ -28,7 +28,8 @@ def source(kind: str, tiles: int, scales: int = 1) -> Source:
     step = step_of(kind, tiles)
     shared = max(2 * 8 * tiles * (8 // tiles * step + 8), 4 * 8 * 8 * tiles * 32 if tiles < 8 else 0)
     defines = {"KIND": NUMBERS[kind], "TILES_M": tiles, "WARPS_N": tiles, "SCALES": scales, "STEP": step}
-    return Source("linear.cu", (*defines.items(), ("MIN_BLOCKS", 2)), shared)
+    blocks = 1 if (kind, tiles) == ("q8", 8) else 2  # for two it would spill
+    return Source("linear.cu", (*defines.items(), ("MIN_BLOCKS", blocks)), shared)
 
 
 def step_of(kind: str, tiles: int) -> int:
