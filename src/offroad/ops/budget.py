@@ -202,6 +202,9 @@ def _width(kind: str, layout: str, k: int) -> float:
     if layout.startswith("triton."):  # scales in 16 bits, and as many minima; of fp8 and of GGUF's kinds in 32
         scales = 1 if "nvfp4" in kind else {"fp8": 4, "fp4": 2, "gguf": 8}.get(family, 4)
         return (0.5 if layout == "triton.w4" else 1.0) + scales / group
+    if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
+        four_bits = layout_of((kind,)) in ("affine4", "fp4")
+        return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group
     if family == "fp4":
