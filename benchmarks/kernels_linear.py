@@ -88,13 +88,13 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     return statistics.median(readings[1:])
 
 
-def tiles(kind: str, k: int, rows: int) -> Iterator[Tile]:
-    """Tiles worth a try."""
+def tiles(kind: str, k: int, rows: int, quick: bool) -> Iterator[Tile]:
+    """Tiles worth a try; a few of them, if it has to be `quick`."""
     m = linear_run.width(rows, torch.bfloat16)
     units = -(-k // linear_run.BLOCK_K)
     splits = [s for s in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16) if -(-units // s) * s <= 1.15 * units]
-    for n, split, stages in product((64, 128, 256), splits, (2, 3, 4, 5)):
-        for warps in (4, 8) if n >= 128 else (4,):
+    for n, split, stages in product((64, 128) if quick else (64, 128, 256), splits, (3, 4) if quick else (2, 3, 4, 5)):
+        for warps in (4, 8) if n >= 128 and not quick else (4,):
             if n != 256 or warps == 8:
                 yield Tile(n, m, split, warps, stages)
 
@@ -127,13 +127,13 @@ def linears(options: argparse.Namespace) -> None:
                     flops = 2.0 * rows * n * k
                     print(line(head, rows, us, first.nbytes, flops, options.bandwidth, beside[rows]), flush=True)
                     if options.tune and rows <= 64:
-                        tune(x, weights, kind, n, k, us)
+                        tune(x, weights, kind, n, k, us, options.quick)
 
 
-def tune(x: torch.Tensor, weights: list[Packed], kind: str, n: int, k: int, us: float) -> None:
+def tune(x: torch.Tensor, weights: list[Packed], kind: str, n: int, k: int, us: float, quick: bool) -> None:
     found = []
     rows = x.shape[0]
-    for at in tiles(kind, k, rows):
+    for at in tiles(kind, k, rows, quick):
         try:
             found.append((microseconds([lambda w=w, at=at: run(x, w, choice=at) for w in weights]), at))
         except Exception as error:  # noqa: BLE001 a tile that does not fit is not a candidate
@@ -162,6 +162,7 @@ def experts(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try tiles")
+    parser.add_argument("--quick", action="store_true", help="with --tune: few tiles")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 2048])
     parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=tuple(FORMATS))
     parser.add_argument("--only", default="", help="a part of a model's and a linear's name, as 'qwen3.5-27b gate_up'")

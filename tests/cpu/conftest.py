@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tiny_models import write_tiny
+
+settings.register_profile("more", max_examples=500)
 
 
 @pytest.fixture(scope="session")

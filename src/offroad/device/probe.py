@@ -203,8 +203,10 @@ def _cgroup_files(text: str, root: Path, controller: str, v1_name: str, v2_name:
 
 
 def toolchain(**more: str | None) -> tuple[tuple[str, str], ...]:
-    """Versions of what kernels are built with: torch, triton, the C compiler, and `more`; absent ones are left out."""
+    """Versions of what kernels are built with: torch, triton, NVRTC 12, the C compiler, and `more`, as far as they are
+    there."""
     found: dict[str, str | None] = {name: package_version(name) for name in ("torch", "triton")}
+    found["nvrtc"] = package_version("nvidia-cuda-nvrtc-cu12")
     compiler = find_compiler()
     found["cc"] = compiler.version if compiler else None
     return tuple(sorted((name, value) for name, value in (found | more).items() if value))

@@ -29,7 +29,9 @@ from offroad.models.spec import (
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
 
-ARCHITECTURE, METHOD = "Gemma4AssistantForCausalLM", "gemma4_assistant"
+METHOD = "gemma4_assistant"
+# The hidden size of the model where a config leaves it out.
+ARCHITECTURES = {"Gemma4AssistantForCausalLM": 1536, "Gemma4UnifiedAssistantForCausalLM": 3840}
 IGNORED = (r"lm_head\.weight", r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
 
 
@@ -38,14 +40,14 @@ def join(spec: ModelSpec, values: dict[str, Any]) -> tuple[ModelSpec, DraftSpec]
 
     Raises PlanError for a config of something else, and for a drafter of another model.
     """
-    names = values.get("architectures") or [values.get("model_type")]
-    if ARCHITECTURE not in names and names != [METHOD]:
-        raise _misfit(f"a checkpoint of {', '.join(map(str, names))}", f"a checkpoint of {ARCHITECTURE}")
+    names = values.get("architectures") or ["no architecture"]
+    if not (usual := [ARCHITECTURES[name] for name in names if name in ARCHITECTURES]):
+        raise _misfit(f"a checkpoint of {', '.join(names)}", f"a checkpoint of {' or '.join(ARCHITECTURES)}")
     if spec.family != "gemma4":
         raise _misfit(f"an assistant of Gemma-4, for a {spec.family} model", "a Gemma-4 model")
     config = Config.text(values, METHOD)
     hidden, vocab = config.get("hidden_size", int), config.get("vocab_size", int, 262144)
-    backbone = config.get("backbone_hidden_size", int, 1536)
+    backbone = config.get("backbone_hidden_size", int, usual[0])
     for what, found, own in (("hidden states", backbone, spec.hidden), ("tokens", vocab, spec.vocab)):
         if found != own:
             raise _misfit(f"an assistant of a model with {found} {what}", f"one for {own}")

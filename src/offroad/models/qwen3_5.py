@@ -185,9 +185,14 @@ class _Layers:
             TensorSpec(f"{at}.norm.weight", "delta_norm", (spec.value_dim,)),
         )
         back, state = spec.kernel - 1, (heads, spec.key_dim, spec.value_dim)
+        records = (
+            Plane("key", (spec.key_heads, spec.key_dim), "float32"),
+            Plane("delta", (heads, spec.value_dim), "float32"),
+            Plane("decay", (heads,), "float32"),
+        )
         items = (
             ("conv", Ring((Plane("raw", (spec.channels,), "activation"),), back, back)),
-            ("state", Ring((Plane("s", state, self.state),), 1, 1)),
+            ("state", Ring((Plane("s", state, self.state),), 1, 1, records=records)),
         )
         return linears, tensors, items
 

@@ -147,13 +147,16 @@ def _item(item: Item, whole: Mixer, part: Mixer) -> Item:
     if isinstance(item, Paged) and isinstance(part, AttentionSpec):
         return replace(item, planes=tuple(replace(p, shape=(part.kv_heads, *p.shape[1:])) for p in item.planes))
     if isinstance(item, Ring) and isinstance(part, GatedDeltaSpec):
-        return replace(item, planes=tuple(_ring(plane, whole, part) for plane in item.planes))
+        planes, records = (tuple(_ring(p, whole, part) for p in some) for some in (item.planes, item.records))
+        return replace(item, planes=planes, records=records)
     return item
 
 
 def _ring(plane: Plane, whole: GatedDeltaSpec, part: GatedDeltaSpec) -> Plane:
     if plane.shape == (whole.channels,):
         return replace(plane, shape=(part.channels,))
+    if plane.name == "key":
+        return replace(plane, shape=(part.key_heads, *plane.shape[1:]))
     return replace(plane, shape=(part.value_heads, *plane.shape[1:]))
 
 

@@ -11,6 +11,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+Store = Literal["rows", "replay"]  # how a ring whose rows follow from records keeps what rejected drafts may undo
+
 
 @dataclass(frozen=True)
 class Plane:
@@ -64,16 +66,24 @@ class Ring:
     """Rows in the slot: the row of position p is `p % capacity`, capacity = back + k (+ 1 if written before read).
 
     `back`: rows before the next token that it reads. `resume`: rows before a boundary that a checkpoint must hold.
+    `records`: what a token's row can be made of, given the row before it; where there are such, the store may be
+    "replay": one row, and records of the tokens behind it.
     """
 
     planes: tuple[Plane, ...]
     back: int
     resume: int
-    store: Literal["rows", "replay"] = "rows"
+    store: Store = "rows"
     write_first: bool = False
+    records: tuple[Plane, ...] = ()
 
     def capacity(self, k: int) -> int:
-        return self.back + k + self.write_first
+        """Rows in a slot."""
+        return self.back if self.store == "replay" else self.back + k + self.write_first
+
+    def replayed(self, k: int) -> int:
+        """Records in a slot: those of the last step, which this one reads, and its own."""
+        return 2 * (k + 1) if self.store == "replay" else 0
 
 
 @dataclass(frozen=True)
@@ -373,3 +383,16 @@ class ModelSpec:
         assert self.draft is not None, "there is a drafter"
         assert not self.drafted, "a drafter is joined once"
         return replace(self, layers=self.layers + self.draft.layers, drafted=len(self.draft.layers))
+
+    def storing(self, store: Store) -> ModelSpec:
+        """The model with the rings that have records kept so."""
+
+        def kept(item: Item) -> Item:
+            return replace(item, store=store) if isinstance(item, Ring) and item.records else item
+
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, items=tuple((name, kept(item)) for name, item in layer.items)) for layer in self.layers
+            ),
+        )

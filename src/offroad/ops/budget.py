@@ -19,6 +19,7 @@ from offroad.models.spec import (
     ScalePlane,
     SparseMlaSpec,
     SparsePaged,
+    Store,
 )
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
@@ -28,6 +29,7 @@ from offroad.weights.source import Headers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
+ROWS_SHARE = 1 / 32  # of the budget: the most that states for drafts may take
 _KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
@@ -80,10 +82,15 @@ class Memory:
         return self.budget - self.used
 
 
+def plane_bytes(planes: tuple[Plane, ...], dtypes: Dtypes) -> int:
+    """Bytes of one row of all these planes."""
+    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in planes)
+
+
 def row_bytes(item: Item, dtypes: Dtypes) -> int:
     """Bytes of one row of an item: all planes."""
     planes = [p for p in getattr(item, "planes", ()) if not isinstance(p, ScalePlane) or ITEMSIZE[dtypes.kv] == 1]
-    return sum(plane.numel * ITEMSIZE[dtypes.of(plane)] for plane in planes)
+    return plane_bytes(tuple(planes), dtypes)
 
 
 def block_of(spec: ModelSpec) -> int:
@@ -123,8 +130,26 @@ def block_bytes(spec: ModelSpec, dtypes: Dtypes, block: int) -> tuple[int, int]:
 
 
 def state_bytes(spec: ModelSpec, dtypes: Dtypes, k: int) -> int:
-    """Bytes of one slot's rings."""
-    return sum(row_bytes(i, dtypes) * i.capacity(k) for i in _rings(spec))
+    """Bytes of one slot's rings, with the records of those that are replayed."""
+    return sum(
+        row_bytes(i, dtypes) * i.capacity(k) + plane_bytes(i.records, dtypes) * i.replayed(k) for i in _rings(spec)
+    )
+
+
+def choose_store(
+    spec: ModelSpec, device: DeviceProfile, settings: Settings, dtypes: Dtypes, k: int
+) -> tuple[Store, tuple[str, ...]]:
+    """How recurrent states are kept, and notes: a row for each draft, unless those of all slots would take more of the
+    budget than ROWS_SHARE. Without drafts one row is all, and there is nothing to replay."""
+    slots, budget = settings.max_num_seqs + 1, int(device.memory * settings.memory_utilization)
+    rows = slots * k * sum(row_bytes(i, dtypes) for i in _rings(spec) if i.records)
+    if not rows:
+        return "rows", ()
+    store: Store = "replay" if rows > budget * ROWS_SHARE else "rows"
+    size = f"states for {k} drafts in {slots} slots would take {rows / 1024**2:,.0f} MiB"
+    limit = f"{budget * ROWS_SHARE / 1024**2:,.0f} MiB, {ROWS_SHARE:.1%} of the budget"
+    kept = "one is kept and tokens are replayed" if store == "replay" else "rows are kept"
+    return store, (f"recurrent states: {kept}, since {size} (the limit is {limit})",)
 
 
 def checkpoint_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
@@ -177,6 +202,9 @@ def _width(kind: str, layout: str, k: int) -> float:
     if layout.startswith("triton."):  # scales in 16 bits, and as many minima; of fp8 and of GGUF's kinds in 32
         scales = 1 if "nvfp4" in kind else {"fp8": 4, "fp4": 2, "gguf": 8}.get(family, 4)
         return (0.5 if layout == "triton.w4" else 1.0) + scales / group
+    if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
+        four_bits = layout_of((kind,)) in ("affine4", "fp4")
+        return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group
     if family == "fp4":

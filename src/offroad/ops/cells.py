@@ -15,6 +15,7 @@ from offroad.models.spec import (
     LinearSpec,
     ModelSpec,
     Paged,
+    Ring,
     ScoredMoeSpec,
     SparseMlaSpec,
 )
@@ -137,7 +138,9 @@ def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
             yield "output_gate", {"heads": mixer.heads, "head_dim": mixer.head_dim}, ()
     else:
         names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
-        yield "gated_delta", {name: getattr(mixer, name) for name in names}, (mixer.gate,)
+        replay = any(isinstance(item, Ring) and item.store == "replay" for _, item in layer.items)
+        features = (mixer.gate, "replay") if replay else (mixer.gate,)
+        yield "gated_delta", {name: getattr(mixer, name) for name in names}, features
     if isinstance(moe, ScoredMoeSpec):
         yield "clamped_activation", {"size": layer.ffn.size}, (layer.ffn.activation,)
         yield "score_route", {"experts": moe.experts, "top_k": moe.top_k}, ("hashed" if moe.hashed else "bias",)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, silu, softplus
 from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.norm import norm
 from offroad.ops.spec import OpSpec, Tolerance
-from offroad.run.rows import RingView, Rows
+from offroad.run.rows import ReplayView, RingView, Rows
 
 TOLERANCE = {"float32": Tolerance(5e-5, 2e-5), "bfloat16": Tolerance(3e-2, 1.6e-2), "float16": Tolerance(4e-3, 3e-3)}
 CHUNK = 64  # tokens whose mutual influence is solved for at once
@@ -36,7 +36,7 @@ def gated_delta(
     qkvz: torch.Tensor,
     ba: torch.Tensor,
     conv: RingView,
-    state: RingView,
+    state: RingView | ReplayView,
     rows: Rows,
     spec: GatedDeltaSpec,
     weights: DeltaWeights,
@@ -48,7 +48,8 @@ def gated_delta(
     `conv` holds raw columns [channels] (before convolution and activation), `state` S [value_heads, key_dim, value_dim]
     in fp32: the row of position p is what token p left behind. Reads the rows before each row's start (zeros before
     position 0), writes those of its tokens that the rings have room for. Verify rows take the recurrent form and leave
-    a state for every token; chunks take the chunked form and leave their last state.
+    a state for every token, or the state before them and a record for every token where states are replayed (feature
+    "replay"); chunks take the chunked form and leave their last state.
     """
     if int(rows.width.sum()) < len(qkvz):  # tokens of no row: a step of fixed size that is not full
         inner, picked = _without_gaps(rows, qkvz.device)
@@ -67,10 +68,12 @@ def gated_delta(
     for row in range(rows.verify, len(rows.slot)):
         slot, start, width, offset = (int(x[row]) for x in (rows.slot, rows.start, rows.width, rows.offset))
         span = slice(offset, offset + width)
-        kept = state.data[slot, (start - 1) % state.capacity].float()
-        before = kept if start else torch.zeros_like(kept)
+        before = _states(state, rows.slot_t[row : row + 1].long(), rows.start_t[row : row + 1].long())[0]
         out[span], after = chunked(q[span], k[span], v[span], decay[span], b[span].sigmoid(), before)
-        state.data[slot, (start + width - 1) % state.capacity] = after
+        if isinstance(state, ReplayView):
+            state.state[slot] = after.to(state.state.dtype)
+        else:
+            state.data[slot, (start + width - 1) % state.capacity] = after.to(state.data.dtype)
     normed = norm(out.to(qkvz.dtype), None, eps) * weights.norm
     gate = z.float().view_as(normed)
     return (normed * (silu(gate) if spec.gate == "silu" else gate.sigmoid())).to(qkvz.dtype).flatten(1)
@@ -130,33 +133,48 @@ def _verify(
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    ring: RingView,
+    ring: RingView | ReplayView,
     rows: Rows,
 ) -> torch.Tensor:
-    """The recurrent form for the verify rows, token by token for all rows at once; stores a state a token."""
+    """The recurrent form for the verify rows, token by token for all rows at once; stores a state or a record a
+    token."""
     count, out = rows.verify, torch.empty_like(v)
     slots = rows.slot_t[:count].long()
     start, offset = rows.start_t[:count].long(), rows.offset_t[:count].long()
-    state = ring.data[slots, (start - 1) % ring.capacity].float()
-    state = torch.where((start > 0)[:, None, None, None], state, torch.zeros_like(state))
+    state = _states(ring, slots, start)
+    if isinstance(ring, ReplayView):
+        ring.state[slots] = state.to(ring.state.dtype)
     for t in range(int(rows.width[:count].max())):
         live = torch.from_numpy((rows.width[:count] > t).nonzero()[0]).to(q.device)
         at = offset[live] + t
-        out[at], after = recurrent(q[at], k[at], v[at], decay[at], beta[at], state[live])
+        out[at], after, delta = recurrent(q[at], k[at], v[at], decay[at], beta[at], state[live])
         state[live] = after
-        ring.data[slots[live], (start[live] + t) % ring.capacity] = after.to(ring.data.dtype)
+        where = slots[live], (start[live] + t) % ring.capacity
+        if isinstance(ring, ReplayView):
+            shared = k.shape[1] // ring.key.shape[2]  # value heads that have one key head
+            ring.key[where], ring.delta[where], ring.decay[where] = k[at, ::shared], delta, decay[at]
+        else:
+            ring.data[where] = after.to(ring.data.dtype)
     return out
+
+
+def _states(ring: RingView | ReplayView, slots: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """The states before each row's first token, fp32 [rows, heads, key_dim, value_dim]."""
+    if isinstance(ring, ReplayView):
+        return ring.at(slots, start)
+    state = ring.data[slots, (start - 1) % ring.capacity].float()
+    return torch.where((start > 0)[:, None, None, None], state, torch.zeros_like(state))
 
 
 def recurrent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One token for each of n sequences: q, k [n, heads, key_dim], v [n, heads, value_dim], decay and beta [n, heads],
-    state [n, heads, key_dim, value_dim] -> (out [n, heads, value_dim], the new state)."""
+    state [n, heads, key_dim, value_dim] -> (out [n, heads, value_dim], the new state, delta [n, heads, value_dim])."""
     state = state * decay.exp()[..., None, None]
     delta = (v - torch.einsum("nhkv,nhk->nhv", state, k)) * beta[..., None]
     state = state + k[..., None] * delta[..., None, :]
-    return torch.einsum("nhkv,nhk->nhv", state, q), state
+    return torch.einsum("nhkv,nhk->nhv", state, q), state, delta
 
 
 def chunked(

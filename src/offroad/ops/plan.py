@@ -15,7 +15,7 @@ from typing import Any
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.shard import check_groups, shard
-from offroad.models.spec import ModelSpec
+from offroad.models.spec import ModelSpec, Store
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.capture import GraphPlan, plan_graphs
@@ -31,7 +31,8 @@ SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step."""
+    """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step; `store`: how
+    recurrent states are kept, so that drafts can be taken back."""
 
     model: str
     family: str
@@ -40,6 +41,7 @@ class Plan:
     kv_dtype: str
     block: int
     k: int
+    store: Store
     chunk: int
     depth: int
     max_len: int
@@ -111,6 +113,7 @@ class Plan:
                 "kv_dtype",
                 "block",
                 "k",
+                "store",
                 "chunk",
                 "depth",
                 "max_len",
@@ -293,9 +296,14 @@ def plan(
     ranks = settings.tensor_parallel_size
     drafter = chosen(speculation(settings.speculative_config), spec, headers)
     spec = shard(drafting(spec, headers, drafter), ranks)
+    k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
     check_groups(spec, headers, ranks)
     resolver = Resolver(registry, device, settings)
     block = bytes_of.block_of(spec)
+    store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
+    if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
+        store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
+    spec = spec.storing(store)
     cells: dict[Cell, Choice] = {}
     for group in groups(spec, headers, dtype, kv_dtype, block):
         cells |= resolver.resolve(group)
@@ -310,8 +318,6 @@ def plan(
             if all(choice.refused for choice in open_cells.values())
             else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
-    k = drafter.tokens if drafter else 0
-    dtypes = Dtypes(dtype, kv_dtype)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
@@ -324,8 +330,9 @@ def plan(
         kv_dtype=kv_dtype,
         block=block,
         k=k,
-        chunk=min(settings.max_num_batched_tokens, divided.max_len),
-        depth=1,
+        store=store,
+        chunk=min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs),
+        depth=2 if device.kind == "cuda" and drafter is None else 1,  # what drafts do to lengths is known late
         max_len=divided.max_len,
         max_num_seqs=settings.max_num_seqs,
         keep=bytes_of.window_keep(spec),
@@ -338,9 +345,24 @@ def plan(
         graphs=graphs,
         memory=divided.memory,
         drafter=drafter,
-        notes=(*notes, *device.notes, *spec.notes, *divided.notes),
+        notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
+
+
+def _replays(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dtypes, block: int) -> bool:
+    """Whether every layer with a replayed state has a kernel, that is no reference unless rows have one too."""
+
+    def kernels(store: Store) -> list[str]:
+        found = groups(spec.storing(store), headers, dtypes.activation, dtypes.kv, block)
+        states = [group for group in found if group.cells[0][1].op == "gated_delta"]
+        return [choice.kernel for group in states for choice in resolver.resolve(group).values()]
+
+    def plain(names: list[str]) -> bool:
+        return any(name and resolver.registry.kernels[name].reference for name in names)
+
+    replay = kernels("replay")
+    return all(replay) and (plain(kernels("rows")) or not plain(replay))
 
 
 def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from offroad.native.pack import PACKERS
+from offroad.native.pack import PACKERS as CPU_PACKERS
+from offroad.nvrtc import entries as cuda_kernels
+from offroad.nvrtc.pack import PACKERS as CUDA_PACKERS
 from offroad.ops import (
     activation,
     attention,
@@ -43,6 +45,7 @@ def default_registry() -> Registry:
     triton_linear.register(registry)
     triton_rows.register(registry)
     triton_delta.register(registry)
+    cuda_kernels.register(registry)
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
@@ -51,4 +54,4 @@ def default_registry() -> Registry:
 
 def packers() -> dict[str, Callable[[Packed], Packed]]:
     """Functions that make a kernel's own weight layout from a canonical one, by layout."""
-    return PACKERS | TRITON_PACKERS
+    return CPU_PACKERS | TRITON_PACKERS | CUDA_PACKERS

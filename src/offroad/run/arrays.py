@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from offroad.models.spec import AttentionSpec, Item, ModelSpec, Ring, Shared
+from offroad.models.spec import AttentionSpec, Item, ModelSpec, Plane, Ring, Shared
 from offroad.ops.budget import Dtypes
 from offroad.ops.plan import SCALED, Plan
-from offroad.run.rows import PagedView, RingView, Rows, View
+from offroad.run.rows import PagedView, ReplayView, RingView, Rows, View
 from offroad.run.transfer import Upload
 from offroad.schedule.step import Kind, Step, Table
 from offroad.weights.kv_scales import Scales
@@ -22,7 +22,8 @@ class Arrays:
     """`tokens` int64 [slots, max_len + k + 1] (prompt, then the pending token at `length`), `length` int64 [slots],
     `tables` int32 [slots, columns] by `Table`, the pages and rings of every layer's items, and checkpoints of rings.
 
-    `drafted` int64 [slots]: how many drafts stand behind the pending token. Nothing is cleared: what lies at or past
+    `drafted` int64 [slots]: how many drafts stand behind the pending token. `base` int64 [slots] on the device: at
+    which length the states of the slot are that are replayed from there. Nothing is cleared: what lies at or past
     `length` is dead, block 0 and slot 0 are the bin.
     """
 
@@ -37,6 +38,8 @@ class Arrays:
         self.shared = self.tokens.numpy() if device.type == "cpu" else None
         self.length = np.zeros(slots, np.int64)
         self.drafted = np.zeros(slots, np.int64)
+        self.base = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.replayed = plan.store == "replay"
         self.all_tables = torch.zeros((len(Table), slots, self.columns), dtype=torch.int32, device=device)
         self.tables = {t: self.all_tables[int(t)] for t in Table}
         self.streams = any(
@@ -44,7 +47,7 @@ class Arrays:
         )
         dtypes = Dtypes(plan.dtype, plan.kv_dtype)
         self.views: list[dict[str, View]] = []
-        self.checkpoints: list[tuple[RingView, torch.Tensor]] = []
+        self.checkpoints: list[tuple[RingView | ReplayView, torch.Tensor]] = []
         scaled = kv_scales if plan.kv_dtype == SCALED and kv_scales else [None] * len(spec.layers)
         for layer, scales in zip(spec.layers, scaled, strict=True):
             window = layer.mixer.window if isinstance(layer.mixer, AttentionSpec) else None
@@ -71,20 +74,26 @@ class Arrays:
         }
         return PagedView(planes["k"], planes["v"], self.tables[table], plan.block, item.window, first=item.first)
 
-    def _ring(self, plan: Plan, dtypes: Dtypes, item: Ring) -> RingView:
-        [plane] = item.planes
-        kind = dict(dtype=getattr(torch, dtypes.of(plane)), device=self.device)
-        memory = plan.memory
-        ring = RingView(torch.empty((memory.slots, item.capacity(plan.k), *plane.shape), **kind))
+    def _ring(self, plan: Plan, dtypes: Dtypes, item: Ring) -> RingView | ReplayView:
+        [plane], memory = item.planes, plan.memory
+
+        def empty(count: int, each: int, plane: Plane) -> torch.Tensor:
+            return torch.empty((count, each, *plane.shape), dtype=getattr(torch, dtypes.of(plane)), device=self.device)
+
+        data = empty(memory.slots, item.capacity(plan.k), plane)
+        ring: RingView | ReplayView = RingView(data)
+        if item.store == "replay":
+            records = {record.name: empty(memory.slots, item.replayed(plan.k), record) for record in item.records}
+            ring = ReplayView(data[:, 0], **records, base=self.base)
         if item.resume:
-            self.checkpoints.append((ring, torch.empty((memory.checkpoints, item.resume, *plane.shape), **kind)))
+            self.checkpoints.append((ring, empty(memory.checkpoints, item.resume, plane)))
         return ring
 
     def restore(self, copies: np.ndarray) -> None:
         """Copies the rows before a boundary from a checkpoint to a slot; rows (checkpoint, slot, boundary)."""
         for place, slot, boundary in copies.tolist():
             for ring, kept in self.checkpoints:
-                ring.data[slot, self._before(ring, kept, boundary)] = kept[place]
+                ring.put(slot, boundary, kept[place])
 
     def capture(self, copies: np.ndarray, before: np.ndarray) -> None:
         """Copies the rows before a boundary from a slot to a checkpoint, for those boundaries that the step has passed:
@@ -92,11 +101,14 @@ class Arrays:
         for place, slot, boundary in copies.tolist():
             if before[slot] < boundary <= self.length[slot]:
                 for ring, kept in self.checkpoints:
-                    kept[place] = ring.data[slot, self._before(ring, kept, boundary)]
+                    kept[place] = ring.before(slot, boundary, kept.shape[1])
 
-    def _before(self, ring: RingView, kept: torch.Tensor, boundary: int) -> torch.Tensor:
-        """Where a ring has the rows that a checkpoint at `boundary` holds, in order of position."""
-        return torch.arange(boundary - kept.shape[1], boundary, device=self.device) % ring.capacity
+    def settle(self, rows: Rows) -> None:
+        """Notes where the layers have left the states that are replayed: once a step, when all have run."""
+        if self.replayed:
+            at = rows.start_t.clone()
+            at[rows.verify :] += rows.width_t[rows.verify :]
+            self.base[rows.slot_t.long()] = at.long()
 
     def apply(self, step: Step) -> None:
         """Slots that begin, then table edits."""
@@ -105,6 +117,7 @@ class Arrays:
             self.tokens[start.slot, : len(known)] = known.to(self.device)
             self.length[start.slot] = start.length
             self.drafted[start.slot] = 0
+            self.base[start.slot] = start.length
         if len(step.tables):
             slot, table, column, block = self.upload(np.ascontiguousarray(step.tables.T, dtype=np.int64))[0]
             self.all_tables[table, slot, column] = block.to(torch.int32)
@@ -150,7 +163,7 @@ class Arrays:
         packed = np.empty((4, len(slot)), np.int32)
         packed[0], packed[1], packed[2], packed[3] = slot, start, width, end - width
         if end[-1] == len(width):  # every row has one token
-            of_token, positions = slot, start
+            of_token, positions = slot, start.astype(np.int64, copy=False)
         else:
             of_token = np.repeat(slot, width)
             positions = np.arange(end[-1]) + np.repeat(start - packed[3], width)

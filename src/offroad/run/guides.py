@@ -31,8 +31,9 @@ class Guides:
             guided.accept(token)
         self._by_slot[start.slot] = guided
 
-    def __bool__(self) -> bool:
-        return bool(self._by_slot)
+    def among(self, slots: np.ndarray) -> bool:
+        """Whether one of the slots has a guide."""
+        return bool(self._by_slot) and not self._by_slot.keys().isdisjoint(slots.tolist())
 
     def masks(self, slots: np.ndarray, place: np.ndarray | int, before: np.ndarray | None) -> Masks | None:
         """Masks for rows of logits of `slots` [n]; None: none is limited. A row at a `place` [n] above 0 comes behind

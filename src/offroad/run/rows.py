@@ -126,5 +126,69 @@ class RingView:
     def capacity(self) -> int:
         return self.data.shape[1]
 
+    def before(self, slot: int, boundary: int, count: int) -> torch.Tensor:
+        """The last `count` rows before a boundary, in order of position; [count, ...]."""
+        return self.data[slot, self._places(boundary, count)]
 
-View = PagedView | RingView
+    def put(self, slot: int, boundary: int, rows: torch.Tensor) -> None:
+        """Makes `rows` the last ones before a boundary."""
+        self.data[slot, self._places(boundary, len(rows))] = rows.to(self.data.dtype)
+
+    def _places(self, boundary: int, count: int) -> torch.Tensor:
+        return torch.arange(boundary - count, boundary, device=self.data.device) % self.capacity
+
+
+@dataclass(frozen=True)
+class ReplayView:
+    """A ring of states that is kept as one of them and what followed: `state` [slots, heads, key_dim, value_dim] is
+    what the tokens before `base` int64 [slots] have left (zeros before position 0, whatever lies there), and the fp32
+    records of the tokens from `base` on, that of position p at `p % capacity`, make the later ones:
+    `S_p = e^decay S_{p-1} + key delta^T`. `key` [slots, capacity, key_heads, key_dim], `delta` [slots, capacity, heads,
+    value_dim], `decay` [slots, capacity, heads].
+
+    Who runs verify rows first folds the records of [base, start) into `state`, then stores its tokens' records; who
+    runs a chunk leaves the last state. `base` is one for all layers: `Arrays.settle` moves it once all have run, to a
+    verify row's start and to a chunk's end. So any boundary that a step has passed can be produced, at most
+    `capacity / 2` tokens behind `base`; twice that are kept so that a kernel may write while another part of it reads.
+    """
+
+    state: torch.Tensor
+    key: torch.Tensor
+    delta: torch.Tensor
+    decay: torch.Tensor
+    base: torch.Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[1]
+
+    def at(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The states that `lengths` tokens have left, int64 [n] each; fp32 [n, heads, key_dim, value_dim]. With G the
+        running sum of decays over n records, `S = e^(G_n) S_base + sum_i e^(G_n - G_i) key_i delta_i^T`."""
+        base = self.base[slots]
+        position = base[:, None] + torch.arange(self.capacity // 2, device=base.device)
+        where = slots[:, None], position % self.capacity
+        live = position < lengths[:, None]
+        # What is not live may be anything, NaN also: it is replaced, not multiplied by zero.
+        key, delta, decay = (
+            torch.where(live.view(*live.shape, *[1] * (x.ndim - 2)), x[where], 0.0)
+            for x in (self.key, self.delta, self.decay)
+        )
+        total = decay.cumsum(1)
+        left = (total[:, -1:] - total).exp()
+        key = key.repeat_interleave(delta.shape[2] // key.shape[2], dim=2)
+        state = torch.where((base > 0)[:, None, None, None], self.state[slots].float(), 0.0)
+        return state * total[:, -1].exp()[..., None, None] + torch.einsum("nch,nchk,nchv->nhkv", left, key, delta)
+
+    def before(self, slot: int, boundary: int, count: int) -> torch.Tensor:
+        """The state before a boundary at or behind the base; [1, heads, key_dim, value_dim]."""
+        assert count == 1, "a state has no state before it"
+        return self.at(*(torch.tensor([i], device=self.base.device) for i in (slot, boundary)))
+
+    def put(self, slot: int, boundary: int, rows: torch.Tensor) -> None:
+        """Makes `rows` [1, ...] the state before a boundary, which becomes the base: no record is behind it."""
+        self.state[slot] = rows[0].to(self.state.dtype)
+        self.base[slot] = boundary
+
+
+View = PagedView | RingView | ReplayView

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -54,8 +55,8 @@ class Runner:
         self.ops = bound.model()
         self.guides: Guides | None = None  # until the engine brings what compiles grammars
         self.drafting = make_drafting(plan, bound, Device(self.arrays, self.sampler))
-        self.results: deque[StepResult] = deque()
-        self.download = Download(device)
+        self.results: deque[Callable[[], StepResult]] = deque()
+        self.download = Download(device, plan.depth + 1)
         self.graphs: Graphs | None = None
         if plan.graphs.rows:
             self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
@@ -78,90 +79,132 @@ class Runner:
             ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
             states = self.model.forward(rows, ops)
             ran = Forward(rows, ops, states, states if rows.scored is None else states[rows.scored])
+        self.arrays.settle(ran.rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
         result = self._finish(step, ran)
         self.results.append(result)
-        turn = Turn(step, ran.rows, result.accepted, ran.states)
-        if self.drafting is not None:
-            self.drafting.follow(turn)
+        if self.drafting is None:
+            self.arrays.capture(step.captures, before)
+            return
+        turn = Turn(step, ran.rows, result().accepted, ran.states)
+        self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
-        if self.drafting is not None:
-            self.drafting.propose(turn, began)
+        self.drafting.propose(turn, began)
 
+    @torch.inference_mode()
     def result(self) -> StepResult:
-        """The oldest step that was launched and not yet asked for."""
-        return self.results.popleft()
+        """The oldest step that was launched and not yet asked for; waits for it."""
+        return self.results.popleft()()
 
-    def _finish(self, step: Step, ran: Forward) -> StepResult:
-        """Samples, verifies drafts and moves lengths."""
-        count, rows, ops = len(step.slot), ran.rows, ran.ops
-        arrays, wanting = self.arrays, step.wants.nonzero()[0]
+    def _finish(self, step: Step, ran: Forward) -> Callable[[], StepResult]:
+        """Samples and moves lengths; what is returned waits for the device and gives the result.
+
+        Without drafts lengths move by what is known, so the host can go on with the next step. With drafts, for guided
+        sequences, and where log-probabilities are asked, it waits here.
+        """
+        wanting = step.wants.nonzero()[0]
+        if not len(wanting):
+            self.arrays.length[step.slot] = ran.rows.start + ran.rows.width
+            return lambda: self._result(step, ran, wanting, 0, np.empty(0, np.int64))
+        if self.plan.k or self._guided(step.slot[wanting]) or (step.wants & _LOGPROBS).any():
+            done = self._finish_now(step, ran, wanting)
+            return lambda: done
+        logits = ran.ops.logits(ran.hidden) if ran.logits is None else ran.logits
+        slots, positions = step.slot[wanting], (ran.rows.start + ran.rows.width)[wanting].astype(np.int64)
+        drawn, answers = self._drawn(ran, logits, slots, positions)
+        if drawn is not None:
+            self.arrays.put(slots, positions, drawn)
+        assert drawn is not None or ran.stored, "a graph of single tokens stores them"
+        self.arrays.length[step.slot] = ran.rows.start + ran.rows.width
+        return lambda: self._result(step, ran, wanting, 0, answers())
+
+    def _finish_now(self, step: Step, ran: Forward, of_row: np.ndarray) -> StepResult:
+        """The same with drafts, masks or log-probabilities."""
+        rows, arrays, place = ran.rows, self.arrays, 0
+        logits = ran.ops.logits(ran.hidden) if ran.logits is None else ran.logits
+        positions, moved = (rows.start + rows.width)[of_row].astype(np.int64), rows.width
+        if drafts := len(logits) > len(of_row):
+            of_row, place, positions = _places(rows)
+        slots, masks = step.slot[of_row], None
+        if guided := self._guided(slots):
+            before = rows.ids.cpu().numpy()[rows.offset[of_row] + place] if drafts else None
+            masks = guided.masks(slots, place, before)
+        drawn, values = self._drawn(ran, logits, slots, positions, masks)
+        answers = values()
+        if drafts:
+            moved = _moved(rows, _ids(answers))
+            told = np.flatnonzero(place < moved[of_row])
+            of_row, place, positions, slots = of_row[told], place[told], positions[told], slots[told]
+            drawn, answers = None, answers[told]
+            logits = logits[torch.from_numpy(told).to(logits.device)]
+        if guided:
+            guided.told(slots, _ids(answers))
+        if not (ran.stored and drawn is None and masks is None):
+            arrays.put(slots, positions, _ids(answers) if drawn is None else drawn)
+        arrays.length[step.slot] = rows.start + moved
+        result = self._result(step, ran, of_row, place, answers, moved)
+        if not (step.wants & _LOGPROBS).any():
+            return result
+        return replace(result, logprobs=_logprobs(step, of_row, place, logits, result.tokens))
+
+    def _result(
+        self,
+        step: Step,
+        ran: Forward,
+        of_row: np.ndarray,
+        place: np.ndarray | int,
+        answers: np.ndarray,
+        moved: np.ndarray | None = None,
+    ) -> StepResult:
+        """The result of tokens `answers` int64 [n], `~token` where a value was not finite, which belong to rows
+        `of_row` and stand there at `place`."""
+        count, rows = len(step.slot), ran.rows
         tokens, bad = np.empty((count, self.plan.k + 1), np.int64), np.empty(count, np.int16)
         tokens.fill(-1)
         bad.fill(-1)
-        moved, chosen_logprobs = rows.width, None
-        if len(wanting):
-            logits = ops.logits(ran.hidden) if ran.logits is None else ran.logits
-            slots, positions = step.slot[wanting], (rows.start + rows.width)[wanting].astype(np.int64)
-            of_row, place = wanting, 0
-            if drafts := len(logits) > len(wanting):
-                of_row, place, positions = _places(rows)
-                slots = step.slot[of_row]
-            masks = None
-            if self.guides:
-                before = rows.ids.cpu().numpy()[rows.offset[of_row] + place] if drafts else None
-                masks = self.guides.masks(slots, place, before)
-            drawn, ids, finite = self._drawn(ran, logits, slots, positions, masks)
-            if drafts:
-                moved = _moved(rows, ids)
-                told = np.flatnonzero(place < moved[of_row])
-                of_row, place, slots, positions = (x[told] for x in (of_row, place, slots, positions))
-                drawn, ids, finite = None, ids[told], finite[told]
-                logits = logits[torch.from_numpy(told).to(logits.device)]
-            if self.guides:
-                self.guides.told(slots, ids)
-            if not (ran.stored and drawn is None and masks is None):
-                arrays.put(slots, positions, ids if drawn is None else drawn)
-            tokens[of_row, place] = ids
-            if not finite.all():
-                broken = np.unique(of_row[~finite])
-                bad[broken] = self._bad_layers(step, broken, ops)
-            if (step.wants & _LOGPROBS).any():
-                chosen_logprobs = _logprobs(step, of_row, place, logits, tokens)
-        arrays.length[step.slot] = rows.start + moved
+        tokens[of_row, place] = _ids(answers)
+        if (answers < 0).any():
+            broken = np.unique(of_row[answers < 0])
+            bad[broken] = self._bad_layers(rows, broken, ran.ops)
         drafted = (rows.width - 1) * (np.arange(count) < rows.verify) if self.plan.k else None
-        return StepResult(step.number, moved.astype(np.int32), tokens, bad, chosen_logprobs, drafted)
+        return StepResult(
+            step.number, (rows.width if moved is None else moved).astype(np.int32), tokens, bad, None, drafted
+        )
+
+    def _guided(self, slots: np.ndarray) -> Guides | None:
+        """The guides, if one of these slots has one."""
+        return self.guides if self.guides is not None and self.guides.among(slots) else None
 
     def _drawn(
-        self, ran: Forward, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray, masks: Masks | None
-    ) -> tuple[torch.Tensor | None, np.ndarray, np.ndarray]:
-        """(drawn tokens on the device, the same on the host, which rows are finite); None: a graph has drawn them.
-
-        A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn. The host waits for
-        the device here, and in no other place of a step without drafts.
-        """
-        drawn = None
+        self,
+        ran: Forward,
+        logits: torch.Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        masks: Masks | None = None,
+    ) -> tuple[torch.Tensor | None, Callable[[], np.ndarray]]:
+        """(drawn tokens on the device, what waits for them: `~token` where a value is not finite); None: a graph has
+        drawn them. A NaN or infinity anywhere reaches the sum of the hidden states, or the logit that was drawn."""
         if ran.answers is not None and masks is None and self.sampler.plain(slots, positions):
-            answers = self.download(ran.answers)[ran.live]
-        else:
-            drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens, masks)
-            hidden = ran.hidden.float()
-            if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
-                ids = drawn.numpy()
-                return drawn, ids, np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(ids)), ids])
-            mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
-            answers = self.download(torch.where(torch.isfinite(mark), drawn, ~drawn))
-        finite = answers >= 0
-        return drawn, np.where(finite, answers, ~answers), finite
+            values, live = self.download(ran.answers), ran.live
+            return None, lambda: values()[live]
+        drawn = self.sampler.draw(logits, slots, positions, self.arrays.tokens, masks)
+        hidden = ran.hidden.float()
+        if hidden.device.type == "cpu":  # the same over arrays, whose operations cost less
+            ids = drawn.numpy()
+            finite = np.isfinite(hidden.numpy().sum(-1) + logits.numpy()[np.arange(len(ids)), ids])
+            return drawn, lambda: np.where(finite, ids, ~ids)
+        mark = hidden.sum(-1) + logits.gather(-1, drawn[:, None])[:, 0]
+        return drawn, self.download(torch.where(torch.isfinite(mark), drawn, ~drawn))
 
-    def _bad_layers(self, step: Step, broken: np.ndarray, ops: Ops) -> np.ndarray:
+    def _bad_layers(self, ran: Rows, broken: np.ndarray, ops: Ops) -> np.ndarray:
         """The first layer with a non-finite value of each row of `broken` (the number of layers: the logits).
 
         Runs those rows again with an observer. Their caches may be spoilt by it, since a recurrent state has moved on:
-        the rows end with an error, and nothing of them is kept. Lengths have not moved.
+        the rows end with an error, and nothing of them is kept.
         """
-        columns = {name: getattr(step, name)[broken] for name in ("slot", "kind", "width", "wants")}
-        rows = self.arrays.rows(replace(step, **columns))
+        columns = (ran.slot[broken], ran.start[broken], ran.width[broken])
+        rows = self.arrays.rows_of(*columns, int((broken < ran.verify).sum()), ran.wanted_width[broken])
         row_of = torch.from_numpy(np.repeat(np.arange(len(broken)), rows.width)).to(self.device)
         bad = torch.full((len(broken),), len(ops.layers), dtype=torch.int16, device=self.device)
 
@@ -175,6 +218,11 @@ class Runner:
 
         self.model.forward(rows, replace(ops, observe=look))
         return bad.cpu().numpy()
+
+
+def _ids(answers: np.ndarray) -> np.ndarray:
+    """Token ids of answers, whose complement says that a value was not finite."""
+    return np.where(answers < 0, ~answers, answers)
 
 
 def _places(rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-_PLACES = 4  # uploads that may be under way before one waits for the first
+_PLACES = 16  # uploads that may be under way before one waits for the first
 
 
 class Pinned:
@@ -47,20 +50,27 @@ class Upload:
 
 
 class Download:
-    """int64 numbers from a device by one copy, which is waited for."""
+    """int64 numbers from a device, a copy for each tensor; `ahead` of them may be under way."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.place = Pinned() if device.type == "cuda" else None
+    def __init__(self, device: torch.device, ahead: int) -> None:
+        self.places = deque(Pinned() for _ in range(ahead)) if device.type == "cuda" else None
 
-    def __call__(self, tensor: torch.Tensor) -> np.ndarray:
-        """The values of an int64 tensor; valid until the next call."""
-        if self.place is None:
-            return tensor.numpy()
-        host = self.place.reserve(8 * tensor.numel()).view(torch.int64).view(tensor.shape)
+    def __call__(self, tensor: torch.Tensor) -> Callable[[], np.ndarray]:
+        """Begins to copy an int64 tensor. What is returned waits for its values, which are valid until `ahead` more
+        copies have begun."""
+        if self.places is None:
+            return tensor.clone().numpy
+        place = self.places[0]
+        self.places.rotate(-1)
+        host = place.reserve(8 * tensor.numel()).view(torch.int64).view(tensor.shape)
         host.copy_(tensor, non_blocking=True)
-        self.place.copied.record()
-        self.place.copied.synchronize()
-        return host.numpy()
+        place.copied.record()
+
+        def values() -> np.ndarray:
+            place.copied.synchronize()
+            return host.numpy()
+
+        return values
 
 
 def packed_offsets(arrays: tuple[np.ndarray, ...]) -> tuple[list[int], int]:

@@ -50,7 +50,10 @@ def attach(settings: Settings, source: Source) -> tuple[Resolved, Source]:
     _compare_tokenizers(chosen, source, raw)
     draft = _renamed(draft)
     ignored = (*own.ignored, *(f"{re.escape(PREFIX)}(?:{pattern})" for pattern in ignored))
-    spec = replace(own, draft=draft, ignored=ignored)
+    notes = own.notes
+    if draft.max_len is not None and draft.max_len < own.max_len:
+        notes += (f"no drafts from position {draft.max_len} on, where the drafter's context ends",)
+    spec = replace(own, draft=draft, ignored=ignored, notes=notes)
     return replace(resolved, spec=spec), Joined(named, drafter, PREFIX, prefixes)
 
 

@@ -29,16 +29,20 @@ class DraftModelProposer:
         proposed, else pages would have holes.
 
         A verify row's pending token was run by the last call, and all drafts but the last by `propose`: what is left is
-        the new pending token, and before it the last draft if that was accepted.
+        the new pending token, and before it the last draft if that was accepted. A chunk's pending token is a row of
+        its own, since a chunk leaves no recurrent state but its last, which a checkpoint needs.
         """
         rows, verify = turn.rows, turn.rows.verify
         start, slot = rows.start.astype(np.int64), rows.slot.astype(np.int64)
         wants = turn.step.wants > 0
-        known = np.zeros(len(slot), np.int64)
+        known, pending = np.zeros(len(slot), np.int64), np.zeros(len(slot), np.int64)
         known[:verify] = 1 + np.minimum(turn.moved[:verify] - 1, np.maximum(rows.width[:verify] - 2, 0))
-        first, end = start + known, start + turn.moved + wants
-        own = self.arrays.rows_of(slot, first, end - first, verify, wants.astype(np.int64))
+        pending[:verify] = 1
+        first, end = start + known, start + turn.moved + pending
+        own = self.arrays.rows_of(slot, first, end - first, verify, wants * pending)
         self.last = self.model.forward(own, self.ops["decode" if verify == len(slot) else "prefill"])
+        if len(begun := slot[wants & (pending == 0)]):
+            self.last = torch.cat((self.last, self._advance(begun, self.arrays.length[begun])))
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Drafts one after the other. Their rows lie past the length; the next `follow` writes over those of drafts
@@ -50,6 +54,7 @@ class DraftModelProposer:
         picked = torch.from_numpy(place[rows_of_slots(turn, slots)]).to(self.last.device)
         chain(self.device, slots, counts, self.last[picked], self.ops["decode"].logits, self._advance)
 
-    def _advance(self, slots: np.ndarray, at: np.ndarray, state: torch.Tensor) -> torch.Tensor:
+    def _advance(self, slots: np.ndarray, at: np.ndarray, state: torch.Tensor | None = None) -> torch.Tensor:
+        """Runs one token of each slot, and gives the states behind them."""
         one = np.ones(len(slots), np.int64)
         return self.model.forward(self.arrays.rows_of(slots, at, one, len(slots), one), self.ops["decode"])

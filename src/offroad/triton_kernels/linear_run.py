@@ -21,7 +21,9 @@ INTERPRETED = triton.knobs.runtime.interpret
 DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
 DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
+ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
 MOST_SPLITS = 16
+_NARROW = 8192  # outputs below which tiles of 64 divide the work better than tiles of 128
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
 
@@ -82,14 +84,14 @@ def stored(weight: Packed) -> Stored:
     return Stored(weight.kind, tensors["q"], s, tensors.get("m"), tensors.get("r"), fold, group_units, s.shape[1])
 
 
-def splits(programs: int, units: int, sms: int) -> int:
-    """Parts of k so that there are enough programs: the least number that divides k nearly evenly."""
+def splits(programs: int, units: int, wanted: float) -> int:
+    """Parts of k so that there are as many programs as `wanted`: the least number that divides k nearly evenly."""
     best = 1
     for parts in range(1, min(MOST_SPLITS, max(1, units // 2)) + 1):
         if -(-units // parts) * parts > 1.1 * units:
             continue
         best = parts
-        if programs * parts >= ENOUGH * sms:
+        if programs * parts >= wanted:
             break
     return best
 
@@ -104,8 +106,12 @@ def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: t
     m = width(rows, dtype)
     whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
-    stages = 2 if dtype == torch.float32 else 3 if m == 64 or kind in ("dense", "int8", "e4m3") else 4
-    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), card.sms), stages=stages)
+    few = m == 16 and kind in ("int4", "e2m1") and dtype != torch.float32
+    if few and n < _NARROW:
+        wide = 64
+    stages = 2 if dtype == torch.float32 else 3 if few or m == 64 or kind in ("dense", "int8", "e4m3") else 4
+    wanted = (ENOUGH_4_BIT if few else ENOUGH) * card.sms
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), wanted), stages=stages)
 
 
 @cache

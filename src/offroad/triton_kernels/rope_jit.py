@@ -76,18 +76,19 @@ def qkv_rope_kernel(
             Q_NORM, STREAMS, HEIGHT, WIDTH, DIM, ROPE, BLOCK,
         )  # fmt: skip
         tl.store(q + (token[:, None] * HEADS + head) * DIM + at[None], turned, mask=mask)
-    elif head < HEADS + KV:
-        turned = _rotated(
-            qkv + HEADS * Q_STEP + (head - HEADS) * DIM, positions, table, k_weight, token, live_token, stride,
-            position_stride, eps, K_NORM, STREAMS, HEIGHT, WIDTH, DIM, ROPE, BLOCK,
-        )  # fmt: skip
-        tl.store(k + (token[:, None] * KV + head - HEADS) * DIM + at[None], turned, mask=mask)
-    else:
-        index = head - HEADS - KV
-        column = HEADS * Q_STEP + (index if K_EQ_V else KV + index) * DIM
-        x = tl.load(qkv + token[:, None] * stride + column + at[None], mask=mask, other=0.0).to(tl.float32)
-        x *= _inverse_rms(x, eps, DIM)
-        tl.store(v + (token[:, None] * KV + index) * DIM + at[None], x.to(v.dtype.element_ty), mask=mask)
+    elif k is not None:  # decided while compiling: a layer without keys of its own has no such programs
+        if head < HEADS + KV:
+            turned = _rotated(
+                qkv + HEADS * Q_STEP + (head - HEADS) * DIM, positions, table, k_weight, token, live_token, stride,
+                position_stride, eps, K_NORM, STREAMS, HEIGHT, WIDTH, DIM, ROPE, BLOCK,
+            )  # fmt: skip
+            tl.store(k + (token[:, None] * KV + head - HEADS) * DIM + at[None], turned, mask=mask)
+        else:
+            index = head - HEADS - KV
+            column = HEADS * Q_STEP + (index if K_EQ_V else KV + index) * DIM
+            x = tl.load(qkv + token[:, None] * stride + column + at[None], mask=mask, other=0.0).to(tl.float32)
+            x *= _inverse_rms(x, eps, DIM)
+            tl.store(v + (token[:, None] * KV + index) * DIM + at[None], x.to(v.dtype.element_ty), mask=mask)
 
 
 def qkv_rope(

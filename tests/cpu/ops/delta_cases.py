@@ -10,9 +10,10 @@ import torch
 
 from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import DeltaWeights, gated_delta
-from offroad.run.rows import RingView, Rows
+from offroad.run.rows import ReplayView, RingView, Rows
 
 EPS = 1e-6
+STORE = "rows"
 SPEC = GatedDeltaSpec(key_heads=2, value_heads=6, key_dim=8, value_dim=4, kernel=4)
 
 
@@ -100,7 +101,8 @@ def rows_of(parts: Sequence[Part], verify: int) -> Rows:
 
 @dataclass
 class Device:
-    """Rings for `slots` sequences and up to `k` drafts, full of NaN, and the op over them."""
+    """Rings for `slots` sequences and up to `k` drafts, full of NaN, and the op over them. `store`: how states are
+    kept; None: as STORE says."""
 
     spec: GatedDeltaSpec
     weights: DeltaWeights
@@ -108,27 +110,40 @@ class Device:
     k: int = 0
     dtype: torch.dtype = torch.float32
     stored: torch.dtype = torch.float32
+    store: str | None = None
     conv: RingView = field(init=False)
-    state: RingView = field(init=False)
+    state: RingView | ReplayView = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
         conv = (self.slots, spec.kernel - 1 + self.k, spec.channels)
-        state = (self.slots, 1 + self.k, spec.value_heads, spec.key_dim, spec.value_dim)
+        state = (spec.value_heads, spec.key_dim, spec.value_dim)
         self.conv = RingView(torch.full(conv, float("nan"), dtype=self.dtype))
-        self.state = RingView(torch.full(state, float("nan"), dtype=self.stored))
+        if (self.store or STORE) == "rows":
+            self.state = RingView(torch.full((self.slots, 1 + self.k, *state), float("nan"), dtype=self.stored))
+            return
+        shapes = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
+        records = [torch.full((self.slots, 2 * (self.k + 1), *shape), float("nan")) for shape in shapes]
+        data = torch.full((self.slots, *state), float("nan"), dtype=self.stored)
+        self.state = ReplayView(data, *records, torch.zeros(self.slots, dtype=torch.int64))
 
     def step(self, chunks: Sequence[Part] = (), verify: Sequence[Part] = ()) -> list[torch.Tensor]:
         """The output of each row, verify rows first."""
         parts = [*verify, *chunks]
         qkvz, ba = torch.cat([p.qkvz for p in parts]).to(self.dtype), torch.cat([p.ba for p in parts]).to(self.dtype)
         rows = rows_of(parts, len(verify))
+        if isinstance(self.state, ReplayView):
+            for part in (part for part in parts if part.start == 0):  # a sequence begins
+                self.state.base[part.slot] = 0
         out = gated_delta(qkvz, ba, self.conv, self.state, rows, self.spec, self.weights, EPS)
+        if isinstance(self.state, ReplayView):
+            for i, part in enumerate(parts):
+                self.state.base[part.slot] = part.start + (len(part.qkvz) if i >= len(verify) else 0)
         return list(out.split([len(p.qkvz) for p in parts]))
 
     def state_at(self, slot: int, length: int) -> torch.Tensor:
         """The state that `length` tokens have left."""
-        return self.state.data[slot, (length - 1) % self.state.capacity]
+        return self.state.before(slot, length, 1)[0]
 
 
 class Tape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import delta_cases
 import pytest
 import torch
 from delta_cases import SPEC, Device, Part, Tape, inputs_of, plain, weights_of
@@ -17,6 +18,13 @@ WEIGHTS = weights_of(SPEC)
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: str = "float32") -> None:
     limit = TOLERANCE[dtype]
     torch.testing.assert_close(found.double(), expected, atol=limit.absolute, rtol=limit.relative)
+
+
+@pytest.fixture(autouse=True, params=["rows", "replay"])
+def store(request, monkeypatch) -> str:
+    """How all devices of a test keep states."""
+    monkeypatch.setattr(delta_cases, "STORE", request.param)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +215,8 @@ class Rollback:
             self.compare(found[:valid], slot, self.length[slot])
             self.length[slot] += valid
             if self.spoil:  # as if the state had not been rolled back
-                ring, end = self.device.state, self.length[slot] - valid + width
-                ring.data[slot, (self.length[slot] - 1) % ring.capacity] = self.device.state_at(slot, end).clone()
+                end = self.length[slot] - valid + width
+                self.device.state.put(slot, self.length[slot], self.device.state_at(slot, end).clone()[None])
 
 
 def test_rejected_drafts_leave_no_trace():

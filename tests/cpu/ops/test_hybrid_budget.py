@@ -11,6 +11,7 @@ from offroad.device.profile import DeviceProfile, load_profile
 from offroad.models.registry import resolve_model
 from offroad.models.spec import AttentionSpec, ModelSpec
 from offroad.ops.budget import Dtypes, checkpoint_bytes, kv_bytes_per_token, state_bytes
+from offroad.ops.cells import Cell
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry
 from offroad.settings import Settings
@@ -142,3 +143,32 @@ def test_weights_of_35b_a3b():
     small = 30 * (8192 * 4 + 32 + 32 + 128) + 10 * 2 * 256 + 40 * 2 * h + h
     linears = 2 * vocab * h + 40 * (experts + shared) + 30 * delta + 10 * full
     assert make("qwen3_5-35b-a3b").memory.weights == 2 * linears + 4 * small
+
+
+@pytest.mark.parametrize(("sequences", "store"), [(3, "rows"), (4, "replay")])
+def test_states_are_kept_once_where_rows_for_drafts_would_take_too_much(sequences: int, store: str):
+    """27B with 3 drafts: a state is 144 MiB, so that rows of 4 slots take 1.7 GiB and of 5 slots 2.1 GiB; 1/32 of a
+    budget of 64 GiB is 2 GiB. Records are a key a key head, a delta and a decay a value head: 1.5 MiB a token."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3}'
+    device = DeviceProfile("cpu-test", "cpu", 640 * GIB // 9, frozenset(), units=2, source="probe")
+    spec = spec_of("qwen3_5-27b")
+    settings = dict(max_num_seqs=sequences, speculative_config=drafts, memory_utilization=0.9)
+    chosen = Settings.of(model="m", dtype="bfloat16", kv_cache_memory_bytes=GIB, max_model_len=512, **settings)
+    made = plan("m", spec, headers_of(spec), device, chosen, default_registry(), "bfloat16")
+    matrix, columns, record = 48 * 128 * 128 * 4, 6 * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
+    each = (4 * matrix if store == "rows" else matrix + 8 * record) + columns
+    assert (made.store, made.memory.slot_bytes) == (store, 48 * each)
+    assert made.memory.checkpoint_bytes == FIGURES["qwen3_5-27b"].state
+    assert ("one is kept and tokens are replayed" in made.explain()) == (store == "replay")
+    assert made.to_json()["store"] == store
+
+
+@pytest.mark.parametrize("reference", [True, False])
+def test_rows_are_kept_where_no_kernel_replays(reference: bool):
+    """On a GPU whose kernel of Gated DeltaNet keeps rows only, that one is taken, and the plan says why."""
+    spec, drafts = spec_of("qwen3_5-4b"), '{"method": "ngram"}'
+    sizes = dict(max_num_seqs=32, max_model_len=512)
+    settings = Settings.of(model="m", speculative_config=drafts, allow_reference=reference, **sizes)
+    made = plan("m", spec, headers_of(spec), load_profile("rtx5090"), settings, default_registry(), "bfloat16")
+    assert (made.store, made.cells[Cell(0, "gated_delta", "decode")].kernel) == ("rows", "triton.gated_delta")
+    assert "recurrent states: rows, since no kernel of" in made.explain()

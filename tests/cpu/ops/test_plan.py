@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,9 @@ def test_golden_plan(profile: str, model: str):
 
 
 def test_a_gpu_without_kernels_is_refused_before_weights_with_every_reason():
+    pascal = replace(load_profile("v100-32gb"), name="pascal", compute_capability=(6, 1))
     with pytest.raises(PlanError) as error:
-        make("qwen3-8b", load_profile("v100-32gb"))
+        make("qwen3-8b", pascal)
     text = str(error.value)
     assert "attention.decode" in text
     assert "torch.reference_attention: a reference kernel" in text
@@ -56,7 +58,8 @@ def test_a_gpu_without_kernels_is_refused_before_weights_with_every_reason():
 
 
 def test_v100_computes_in_float16_and_says_why():
-    made = make("qwen3-8b", load_profile("v100-32gb"), allow_reference=True)
+    made = make("qwen3-8b", load_profile("v100-32gb"))
+    assert {choice.kernel for cell, choice in made.cells.items() if cell.op == "attention"} == {"cuda.sm70_attention"}
     assert made.dtype == "float16"
     assert any("no mma_bf16" in note for note in made.notes)
     with pytest.raises(PlanError, match="no mma_bf16"):

@@ -50,7 +50,9 @@ def test_ranks_hold_equal_parts(ranks: int):
     assert isinstance(full, AttentionSpec)
     assert (delta.key_heads, delta.value_heads) == (16 // ranks, 32 // ranks)
     assert (full.heads, full.kv_heads) == (16 // ranks, max(1, 2 // ranks))
-    assert state_bytes(part, BF16, 0) * ranks == state_bytes(whole, BF16, 0)
+    for store, k in (("rows", 0), ("rows", 2), ("replay", 2)):
+        share, full = (state_bytes(s.storing(store), BF16, k) for s in (part, whole))
+        assert share * ranks == full
     # Two KV heads: from 4 ranks on, each is held by several.
     assert kv_bytes_per_token(part, BF16) * min(ranks, 2) == kv_bytes_per_token(whole, BF16)
     kept = sum(li.n * li.k for la in whole.layers for li in la.linears if li.split == "none")

@@ -13,10 +13,13 @@ import torch
 from offroad import LLM, SamplingParams
 from offroad.engine import make_plan
 from offroad.models.registry import resolve_source
+from offroad.models.spec import Store
+from offroad.ops import budget
+from offroad.ops.cells import Cell
 from offroad.ops.registry import default_registry, packers
 from offroad.run.arrays import Arrays
 from offroad.run.bind import prepare
-from offroad.run.rows import RingView
+from offroad.run.rows import ReplayView, RingView
 from offroad.run.runner import Runner
 from offroad.schedule.step import Kind, Start, Step, StepResult, Table, Want
 from offroad.settings import Settings
@@ -28,15 +31,15 @@ CPU = torch.device("cpu")
 DENSE = ("embed=torch.embed", "linear=torch.linear")
 
 
-def runner_of(folder: Path, k: int = 0) -> Runner:
+def runner_of(folder: Path, k: int = 0, store: Store = "rows") -> Runner:
     """A runner whose rings have room for k drafts."""
     settings = Settings.of(
         model=str(folder), device="cpu", dtype="float32", max_num_seqs=5, max_model_len=256, kernel=DENSE
     )
-    plan = replace(make_plan(settings, SafetensorsSource(folder)), k=k)
+    plan = replace(make_plan(settings, SafetensorsSource(folder)), k=k, store=store)
     resolved, source = resolve_source(SafetensorsSource(folder))
     weights = load(resolved.spec, source, plan.layout, torch.float32, CPU, packers())
-    return Runner(plan, resolved.spec, resolved.model(), weights, prepare(plan, default_registry()), CPU)
+    return Runner(plan, resolved.spec.storing(store), resolved.model(), weights, prepare(plan, default_registry()), CPU)
 
 
 def rings(arrays: Arrays) -> list[RingView]:
@@ -136,26 +139,79 @@ def run(runner: Runner, *steps: Step) -> StepResult:
     return result
 
 
-@pytest.mark.parametrize("k", [0, 2])
+def spoil(arrays: Arrays, slot: int) -> None:
+    for ring, _ in arrays.checkpoints:
+        for held in (ring.data,) if isinstance(ring, RingView) else (ring.state, ring.key, ring.delta, ring.decay):
+            held[slot] = float("nan")
+
+
+@pytest.mark.parametrize(("k", "store"), [(0, "rows"), (2, "rows"), (0, "replay"), (2, "replay")])
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
-def test_a_sequence_goes_on_from_a_checkpoint_as_if_it_had_run_there(tiny, family: str, k: int):
+def test_a_sequence_goes_on_from_a_checkpoint_as_if_it_had_run_there(tiny, family: str, k: int, store: Store):
     """Slot 1 runs a prompt with a stop at a boundary; slot 2 begins there, on the checkpoint and the same block."""
-    runner = runner_of(tiny(family)[0], k)
+    runner = runner_of(tiny(family)[0], k, store)
     prompt = [5 + 7 * i % 280 for i in range(90)]
     chunk, verify = Kind.CHUNK, Kind.VERIFY
     cold = [run(runner, step([(1, chunk, 40, False)], starts=(begin(1, prompt),), tables=tables(1, 1, 2)))]
     cold.append(run(runner, step([(1, chunk, 24, False)], captures=copies((2, 1, 64)))))
     cold.append(run(runner, step([(1, chunk, 26, True)])))
     cold += [run(runner, step([(1, verify, 1, True)])) for _ in range(5)]
-    for ring in rings(runner.arrays):
-        ring.data[2] = float("nan")
+    spoil(runner.arrays, 2)
     resume = dict(starts=(begin(2, prompt, 64),), tables=tables(2, 1, 3), restores=copies((2, 2, 64)))
     warm = [run(runner, step([(2, chunk, 26, True)], **resume))]
     warm += [run(runner, step([(2, verify, 1, True)])) for _ in range(5)]
     assert [r.tokens[0, 0] for r in warm] == [r.tokens[0, 0] for r in cold[2:]]
-    for ring in rings(runner.arrays):
-        last = (90 + 5 - 1) % ring.capacity
-        torch.testing.assert_close(ring.data[2, last], ring.data[1, last], atol=1e-5, rtol=1e-5)
+    for ring, kept in runner.arrays.checkpoints:
+        found, expected = (ring.before(slot, 90 + 5, kept.shape[1]) for slot in (2, 1))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+@pytest.mark.parametrize("store", ["rows", "replay"])
+def test_a_capture_in_the_middle_of_a_verify_step(tiny, store: Store, accepted: int):
+    """A step from 62 with two drafts, of which some are accepted, and one without drafts behind it. What it captures at
+    each boundary that it has passed is what a run without drafts has there."""
+    runner, plain = runner_of(tiny("qwen3_5")[0], 2, store), runner_of(tiny("qwen3_5")[0])
+    prompt = [5 + 7 * i % 280 for i in range(62)]
+    more = dict(starts=(begin(1, prompt),), tables=tables(1, 1, 2))
+    told, kept = [], {}
+    for number in range(5):
+        row = (1, Kind.VERIFY, 1, True) if number else (1, Kind.CHUNK, 62, True)
+        length = int(plain.arrays.length[1])
+        result = run(
+            plain, step([row], captures=copies((0, 1, length + 1 if number else 62)), **({} if number else more))
+        )
+        told.append(int(result.tokens[0, 0]))
+        kept[int(plain.arrays.length[1])] = [rows[0].clone() for _, rows in plain.arrays.checkpoints]
+    run(runner, step([(1, Kind.CHUNK, 62, True)], **more))
+    drafts = np.array([told[1] if accepted else told[1] + 1, told[2] if accepted == 2 else told[2] + 1])
+    runner.arrays.draft(1, drafts)
+    result = run(runner, step([(1, Kind.VERIFY, 3, True)], captures=copies(*((i, 1, 63 + i) for i in range(3)))))
+    assert result.accepted[0] == 1 + accepted
+    run(runner, step([(1, Kind.VERIFY, 1, True)], captures=copies((3, 1, 64 + accepted))))
+    for place, boundary in [*((i, 63 + i) for i in range(1 + accepted)), (3, 64 + accepted)]:
+        for (_, found), expected in zip(runner.arrays.checkpoints, kept[boundary], strict=True):
+            torch.testing.assert_close(found[place], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0, 1])
+def test_a_slot_takes_the_bytes_that_the_plan_says(tiny, share: int, monkeypatch):
+    """Beside the carry of no drafter there are conv columns and states: as rows, or one and records."""
+    monkeypatch.setattr(budget, "ROWS_SHARE", share)
+    for k in (0, 1, 4):
+        drafts = f'{{"method": "ngram", "num_speculative_tokens": {k}}}' if k else ""
+        llm = LLM(str(tiny("qwen3_5")[0]), device="cpu", dtype="float32", max_num_seqs=3, speculative_config=drafts)
+        plan, arrays = llm.engine.plan, llm.engine.runner.arrays
+        assert plan.store == ("replay" if k and not share else "rows")
+        assert any(isinstance(ring, ReplayView) for ring, _ in arrays.checkpoints) == (plan.store == "replay")
+        taken = 0
+        for ring, _ in arrays.checkpoints:
+            held = (ring.data,) if isinstance(ring, RingView) else (ring.state, ring.key, ring.delta, ring.decay)
+            taken += sum(tensor.nbytes for tensor in held)
+        assert taken == plan.memory.slots * plan.memory.slot_bytes
+        assert (f"recurrent states: {'one is' if not share else 'rows are'} kept" in plan.explain()) == bool(k)
+        assert ("replay" in plan.cells[Cell(0, "gated_delta", "decode")].problem.features) == (plan.store == "replay")
+        llm.close()
 
 
 POISON = 299  # a token whose embedding is not finite; no sound sequence here draws it

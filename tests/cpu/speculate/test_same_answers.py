@@ -10,6 +10,7 @@ import pytest
 from tiny_models import HYBRIDS
 
 from offroad import LLM, SamplingParams
+from offroad.ops import budget
 from offroad.speculate import ngram
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -53,14 +54,17 @@ def oracle(known_answers: list[list[int]], seed: int) -> Callable:
     return propose
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", *HYBRIDS])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *HYBRIDS, "qwen3_5, replayed"])
 def test_drafts_do_not_change_answers(family: str, tiny, monkeypatch):
+    family, _, replayed = family.partition(", ")
+    monkeypatch.setattr(budget, "ROWS_SHARE", 0 if replayed else 1)
     folder, _ = tiny(family)
     plain = engine(folder, drafts=False)
     for params in (GREEDY, SAMPLED, STOPPED):
         expected = answers(plain, params)
         monkeypatch.setattr(ngram, "propose", oracle(expected, seed=1))
         drafted = engine(folder, drafts=True)
+        assert drafted.engine.plan.store == ("replay" if replayed else "rows")
         for _ in range(2):  # the second time after prefix hits
             assert answers(drafted, params) == expected
         stats = drafted.engine.stats()

@@ -1,0 +1,227 @@
+// out = x W^T over packed weights for SM70: weights go from memory to registers, become halves there and meet x in
+// mma.m8n8k4; they never pass through shared memory. A warp has 32 columns of the output and 8 * TILES_M rows.
+//
+// Weights lie as the lanes want them: for 32 columns and CHUNK k's, lane l has 16 bytes of column
+// 8 * quad_pair(l) + own_row(l); where in its words which k stands is what `halves_of` undoes. Sums over k are split
+// over warps and over blocks and added in a fixed order: the last block of a tile to arrive adds the parts, all of them
+// out of memory and in their order.
+//
+// Specialised by KIND (0: 4-bit integers, 1: e4m3, 2: e2m1, 3: 8-bit integers), TILES_M, WARPS_N, SCALES (scales that a
+// lane's 16 bytes have) and STEP (k's of a warp at a time).
+#include "mma884.cuh"
+
+constexpr int MT = TILES_M, M = 8 * MT, WN = WARPS_N, WK = 8 / WN, THREADS = 256;
+constexpr bool FOUR_BITS = KIND == 0 || KIND == 2, PAIRS = KIND == 0 || KIND == 3;
+constexpr int CHUNK = FOUR_BITS ? 32 : 16, CHUNKS = STEP / CHUNK, ROW = WK * STEP, PITCH = ROW + 8;
+constexpr int X_LOADS = M * ROW / 8 / THREADS;
+constexpr int X_BYTES = 2 * M * PITCH, SUM_BYTES = WK > 1 ? 4 * 8 * M * 32 : 0;
+static_assert((X_BYTES > SUM_BYTES ? X_BYTES : SUM_BYTES) == SHARED_BYTES, "what Python reserves");
+static_assert(M * ROW / 8 % THREADS == 0 && STEP % CHUNK == 0, "whole loads");
+
+struct Args {
+    const half* x;
+    half* out;
+    const half* bias;
+    const uint4* weights;  // [n / 32, k / CHUNK, 32]
+    const void* scales;    // [n / 32, groups, 32] of halves, or of (scale, zero) pairs for integers
+    float* partial;        // [splits, tokens, n]
+    u32* tickets;          // one a block of the output, 0 between launches
+    const i64* experts;    // of each row of the output; null: one matrix for all
+    i64 x_row;
+    int tokens, n, k, group, groups, splits;
+    float alpha;  // what scales were divided by
+    int share;    // rows of the output that a row of x has
+};
+
+extern __shared__ __align__(16) unsigned char shared[];
+
+// The row of the output that row `r` of the block is; with experts a block has one.
+__device__ __forceinline__ int token_of(const Args& p, int r) {
+    if (p.experts) return r == 0 ? blockIdx.y : p.tokens;
+    return blockIdx.y * M + r;
+}
+
+// What numbers of columns are counted from: the tile of the block's expert, or 0.
+__device__ __forceinline__ int first_tile(const Args& p) {
+    return p.experts ? (int)p.experts[blockIdx.y] * (p.n / 32) : 0;
+}
+
+#define EACH_PAIR(at) _Pragma("unroll") for (int at = 0; at < 4; at++)
+
+// Eight halves from 32 bits (4-bit kinds) or 64 bits, as (k0 k1) (k2 k3) (k4 k5) (k6 k7), without their scale.
+__device__ __forceinline__ void halves_of(u32 low, u32 high, u32 zero, u32 (&out)[4]) {
+    if (KIND == 0) {
+        // 1024 + q has q in its lowest bits, 1024 + 16 q in the next ones; both are exact.
+        const half2 offset = as_half2(0xE400E400), sixteenth = as_half2(0x2C002C00), offset64 = as_half2(0xD400D400);
+        const u32 next = low >> 8;
+        out[0] = as_bits(__hadd2(as_half2((low & 0x000F000F) | 0x64006400), offset));
+        out[1] = as_bits(__hfma2(as_half2((low & 0x00F000F0) | 0x64006400), sixteenth, offset64));
+        out[2] = as_bits(__hadd2(as_half2((next & 0x000F000F) | 0x64006400), offset));
+        out[3] = as_bits(__hfma2(as_half2((next & 0x00F000F0) | 0x64006400), sixteenth, offset64));
+    } else if (KIND == 1) {
+        // The bits of e4m3 are those of an fp16 that is 2^8 times smaller.
+        const u32 words[2] = {low, high};
+        EACH_PAIR(i) {
+            const u32 bytes = i & 1 ? words[i / 2] << 8 : words[i / 2];
+            out[i] = (bytes & 0x80008000) | ((bytes & 0x7F007F00) >> 1);
+        }
+    } else if (KIND == 2) {
+        // Those of e2m1 are those of an fp16 that is 2^14 times smaller.
+        EACH_PAIR(i) {
+            const u32 nibbles = low << (4 * i);
+            out[i] = (nibbles & 0x80008000) | ((nibbles & 0x70007000) >> 3);
+        }
+    } else {
+        const half2 offset = as_half2(0xE480E480);  // -1152: 1024, and 128 that makes the byte positive
+        const u32 words[2] = {low ^ 0x80808080, high ^ 0x80808080};
+        EACH_PAIR(i) {
+            const u32 bytes = words[i / 2] >> (8 * (i & 1));
+            out[i] = as_bits(__hadd2(as_half2((bytes & 0x00FF00FF) | 0x64006400), offset));
+        }
+    }
+    if (PAIRS) EACH_PAIR(i) out[i] = as_bits(__hadd2(as_half2(out[i]), as_half2(zero)));
+}
+
+struct Stage {
+    uint4 weights[CHUNKS];
+    u32 scales[CHUNKS * SCALES];  // (scale, minus zero), or the scale twice
+    uint4 x[X_LOADS];
+};
+
+__device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int tile, int base, int part) {
+    const int lane = threadIdx.x % 32, chunks = p.k / CHUNK;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        const int chunk = (step * WK + part) * CHUNKS + c;
+        const bool there = chunk < chunks && tile * 32 < p.n;
+        stage.weights[c] = there ? __ldcs(p.weights + ((i64)(base + tile) * chunks + chunk) * 32 + lane) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int s = 0; s < SCALES; s++) {
+            const i64 at = ((i64)(base + tile) * p.groups + (chunk * CHUNK + s * (CHUNK / SCALES)) / p.group) * 32 + lane;
+            u32 scale = 0;
+            if (there && PAIRS) scale = __ldg(reinterpret_cast<const u32*>(p.scales) + at);
+            if (there && !PAIRS) scale = __ldg(reinterpret_cast<const u16*>(p.scales) + at) * 0x10001u;
+            stage.scales[c * SCALES + s] = scale;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++) {
+        const int index = i * THREADS + threadIdx.x, token = token_of(p, index / (ROW / 8));
+        const int k = step * ROW + index % (ROW / 8) * 8;
+        const bool there = token < p.tokens && k < p.k;
+        stage.x[i] = there ? *reinterpret_cast<const uint4*>(p.x + token / p.share * p.x_row + k) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+__device__ __forceinline__ void put_x(const Stage& stage) {
+    half* x = reinterpret_cast<half*>(shared);
+#pragma unroll
+    for (int i = 0; i < X_LOADS; i++) {
+        const int index = i * THREADS + threadIdx.x;
+        *reinterpret_cast<uint4*>(x + index / (ROW / 8) * PITCH + index % (ROW / 8) * 8) = stage.x[i];
+    }
+}
+
+// Products of eight k's: `b` eight halves of the lane's column, x at `k` of the block's rows.
+__device__ __forceinline__ void multiply(float (&sums)[MT][8], const u32 (&b)[4], int k) {
+    const half* x = reinterpret_cast<const half*>(shared) + own_row(threadIdx.x % 32) * PITCH + k;
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        const uint4 a = *reinterpret_cast<const uint4*>(x + m * 8 * PITCH);
+        mma884(sums[m], a.x, a.y, b[0], b[1]);
+        mma884(sums[m], a.z, a.w, b[2], b[3]);
+    }
+}
+
+__device__ __forceinline__ void compute(float (&sums)[MT][8], const Stage& stage, int part) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        const u32 words[4] = {stage.weights[c].x, stage.weights[c].y, stage.weights[c].z, stage.weights[c].w};
+        constexpr int EIGHTS = CHUNK / 8, WORDS = 4 / EIGHTS;
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) {
+            const u32 pair = stage.scales[c * SCALES + e * SCALES / EIGHTS];
+            const u32 scale = PAIRS ? (pair & 0xFFFF) * 0x10001u : pair, zero = PAIRS ? (pair >> 16) * 0x10001u : 0;
+            u32 b[4];
+            halves_of(words[e * WORDS], words[e * WORDS + WORDS - 1], zero, b);
+            EACH_PAIR(i) b[i] = as_bits(__hmul2(as_half2(b[i]), as_half2(scale)));
+            multiply(sums, b, part * STEP + c * CHUNK + e * 8);
+        }
+    }
+}
+
+__device__ __forceinline__ void finish(const Args& p, int token, int column, float sum) {
+    sum *= p.alpha;
+    if (p.bias) sum += __half2float(p.bias[column]);
+    p.out[(i64)token * p.n + column] = __float2half_rn(sum);
+}
+
+// A number of the block's tile: the output, or a part of it.
+__device__ __forceinline__ void keep(const Args& p, int row, int column, float sum) {
+    const int token = token_of(p, row);
+    if (token >= p.tokens || column >= p.n) return;
+    if (p.splits == 1) finish(p, token, column, sum);
+    else p.partial[((i64)blockIdx.z * p.tokens + token) * p.n + column] = sum;
+}
+
+// The last block of the tile to come adds the parts of all splits, in order.
+__device__ __forceinline__ void add_splits(const Args& p) {
+    u32* last = reinterpret_cast<u32*>(shared);
+    __threadfence();
+    __syncthreads();
+    u32* ticket = p.tickets + blockIdx.y * gridDim.x + blockIdx.x;
+    if (threadIdx.x == 0) *last = atomicAdd(ticket, 1u) == p.splits - 1;
+    __syncthreads();
+    if (!*last) return;
+    __threadfence();
+    for (int index = threadIdx.x; index < M * WN * 32; index += THREADS) {
+        const int token = token_of(p, index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
+        if (token >= p.tokens || column >= p.n) continue;
+        float sum = 0.f;
+        for (int split = 0; split < p.splits; split++)
+            sum += __ldcg(p.partial + ((i64)split * p.tokens + token) * p.n + column);
+        finish(p, token, column, sum);
+    }
+    if (threadIdx.x == 0) *ticket = 0;
+}
+
+// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert), splits of k.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear(const Args p) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / WN, tile = blockIdx.x * WN + warp % WN;
+    const int base = first_tile(p);
+    const int steps = (p.k + ROW - 1) / ROW, each = ceil_div(steps, p.splits);
+    const int begin = blockIdx.z * each, end = min(steps, begin + each);
+    float sums[MT][8] = {};
+    Stage stage;
+    if (begin < end) fetch(stage, p, begin, tile, base, part);
+    for (int step = begin; step < end; step++) {
+        put_x(stage);
+        __syncthreads();
+        Stage now = stage;
+        if (step + 1 < end) fetch(stage, p, step + 1, tile, base, part);
+        compute(sums, now, part);
+        __syncthreads();
+    }
+    if (WK == 1) {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                keep(p, m * 8 + sum_row(lane, i), tile * 32 + quad_pair(lane) * 8 + sum_column(lane, i), sums[m][i]);
+    } else {
+        float* all = reinterpret_cast<float*>(shared);  // [parts, WN, M, 32]
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                all[(warp * M + m * 8 + sum_row(lane, i)) * 32 + quad_pair(lane) * 8 + sum_column(lane, i)] = sums[m][i];
+        __syncthreads();
+        for (int index = threadIdx.x; index < WN * M * 32; index += THREADS) {
+            float sum = 0.f;
+#pragma unroll
+            for (int k = 0; k < WK; k++) sum += all[k * WN * M * 32 + index];
+            keep(p, index / 32 % M, (blockIdx.x * WN + index / (32 * M)) * 32 + index % 32, sum);
+        }
+    }
+    if (p.splits > 1) add_splits(p);
+}

@@ -1,0 +1,104 @@
+"""Packed linears for SM70: the packer loses nothing that it should not, and the emulated kernel gives x W^T."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sm70_emulated import ORDER, load, needs_compiler
+from sm70_weight_cases import CASES, Case, tokens, weight
+
+from offroad.device.profile import load_profile
+from offroad.errors import PlanError
+from offroad.nvrtc import launch, linear
+from offroad.nvrtc.pack import LAYOUT, pack, unfit, unpack
+from offroad.ops.linear import TOLERANCE
+from offroad.quant.packed import dequantise
+
+V100 = load_profile("v100-32gb")
+LIMIT = TOLERANCE["float16"]
+
+
+@given(
+    st.sampled_from(["affine4", "affine8", "fp8", "fp4"]),
+    st.integers(1, 70),
+    st.sampled_from([16, 32, 64, 1 << 20]),
+    st.integers(1, 6),
+    st.sampled_from([1e-7, 1.0, 1e6]),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_packing_keeps_weights(layout: str, n: int, group: int, units: int, size: float, whole: bool):
+    k = 32 * units
+    case = Case(layout, n, k, min(group, k), 1, whole=whole or layout.startswith("fp"))
+    given_weight = weight(case, n)
+    tensors = given_weight.tensors
+    scaled = {name: tensor if name == "q" else tensor * size for name, tensor in tensors.items()}
+    given_weight = replace(given_weight, tensors=scaled)
+    packed = pack(given_weight)
+    assert packed.layout == LAYOUT
+    wanted, found = dequantise(given_weight), unpack(packed)
+    largest = float(scaled["s"].max())  # w is the difference of numbers up to 16 times that, in fp32
+    limit = 2.0**-10 * (wanted.abs() + (0 if whole else 1) * 16 * largest) + 2.0**-22 * 256 * largest
+    assert ((found - wanted).abs() <= limit).all()
+
+
+def test_what_cannot_be_packed_is_refused():
+    assert unfit("affine4", 72, 8) is not None
+    assert unfit("dense", 64, 1) is not None
+    assert unfit("fp8", 256, 24) is not None
+    case = weight(Case("affine4", 8, 48, 16, 1))
+    with pytest.raises(PlanError, match="multiple of 32"):
+        pack(case)
+    with pytest.raises(PlanError, match="actorder"):
+        pack(replace(weight(CASES[0]), perm=torch.arange(64)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_as_the_reference_and_the_same_in_any_order(case: Case, monkeypatch):
+    monkeypatch.setattr(launch, "load", load)
+    packed, x = pack(weight(case)), tokens(case)
+    wanted = x.float() @ dequantise(weight(case)).T + (0 if packed.bias is None else packed.bias.float())
+    bound = linear.bind(V100, case.problem)
+    outputs = []
+    for seed in (0, 1):
+        ORDER.seed = seed
+        outputs.append(bound(x, packed))
+    torch.testing.assert_close(outputs[0].float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@needs_compiler
+def test_splits_give_the_same_whatever_block_comes_last(monkeypatch):
+    monkeypatch.setattr(launch, "load", load)
+    case = Case("affine4", 32, 6144, 128, 1)
+    assert linear.splits_of(V100.units, case.n, case.k, "q4", 1, 1) > 1
+    bound, packed, x = linear.bind(V100, case.problem), pack(weight(case)), tokens(case)
+    outputs = []
+    for seed in range(4):
+        ORDER.seed = seed
+        outputs.append(bound(x, packed))
+    assert all(torch.equal(out, outputs[0]) for out in outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_choice", [False, True])
+def test_experts(by_choice: bool, monkeypatch):
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(linear, "MAX_GRID", 7)
+    case = Case("affine4", 3 * 32, 512, 64, 4)
+    sizes = (("experts", 3), ("k", case.k), ("n", case.n))
+    problem = replace(case.problem, op="grouped_linear", sizes=sizes)
+    assert linear.grouped_limits(problem) is None
+    experts = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
+    x = tokens(replace(case, tokens=8)).unflatten(0, (4, 2)) if by_choice else tokens(case)
+    w = dequantise(weight(case)).view(3, 32, case.k)
+    wanted = torch.einsum("tcnk,tck->tcn", w[experts], (x if by_choice else x[:, None].expand(4, 2, -1)).float())
+    found = linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 3)
+    torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    with pytest.raises(launch.LaunchError, match="multiple of 32"):
+        linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 2)
