@@ -6,6 +6,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,14 +92,19 @@ def test_the_same_whatever_happens_around_it(family: str, temperature: float, ti
     plain = engine_of(folder, max_num_seqs=1)
     drafting = engine_of(folder, max_num_seqs=8, max_num_batched_tokens=48, speculative_config=DRAFTS)
     batched = engine_of(folder, max_num_seqs=8, max_num_batched_tokens=48)
+    ahead = engine_of(folder, max_num_seqs=8, max_num_batched_tokens=48)  # as on a GPU: a step is built before the last
+    ahead.plan = replace(ahead.plan, depth=2)  # one's tokens are known
+    ahead.scheduler.depth = 2
     expected = alone(plain, temperature)
     assert tokens_of(run(batched, requests(temperature), later=5)) == expected
     assert tokens_of(run(batched, requests(temperature))) == expected  # over prefix hits
+    assert tokens_of(run(ahead, requests(temperature), later=3)) == expected
+    assert preempted(ahead, requests(temperature)) == expected
     assert preempted(batched, requests(temperature)) == expected
     assert tokens_of(run(drafting, requests(temperature))) == expected
     stats = drafting.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
-    for engine in (plain, drafting, batched):
+    for engine in (plain, drafting, batched, ahead):
         engine.check()
 
 
