@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from offroad import __version__
 from offroad.errors import OffroadError
+from offroad.serve import anthropic, openai, tokens
 from offroad.serve.errors import RETRY_SECONDS, json_response, on_defect, on_http_error, on_offroad_error
 from offroad.serve.metrics import CONTENT_TYPE
-from offroad.serve.openai import routes
 from offroad.serve.service import Service
 
 _PAGE_POLICY = "default-src 'self' 'unsafe-inline'"
@@ -21,7 +21,8 @@ _PAGE_POLICY = "default-src 'self' 'unsafe-inline'"
 def create_app(service: Service) -> FastAPI:
     """An app on `service`, which someone else starts and ends."""
     app = FastAPI(title="offroad", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(routes(service))
+    for part in (openai, anthropic, tokens):
+        app.include_router(part.routes(service))
     app.add_exception_handler(OffroadError, on_offroad_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_defect)

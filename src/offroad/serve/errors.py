@@ -65,22 +65,29 @@ def body_of(error: OffroadError) -> dict[str, Any]:
     return error_body(status, str(error), param=getattr(error, "param", None), code=code)
 
 
+def anthropic_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The same error as Anthropic's clients expect it, whose kinds have other names."""
+    kinds = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+    error = body["error"]
+    return {"type": "error", "error": error | {"type": kinds.get(error["type"], error["type"])}}
+
+
+def _of_api(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    """The body in the shape of the API that was called."""
+    return anthropic_body(body) if request.url.path.startswith("/v1/messages") else body
+
+
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; values that JSON cannot carry have been replaced before."""
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: OffroadError) -> Response:
-    """The response to `error`; those that a later try may pass say when to try."""
+async def on_offroad_error(request: Request, error: Exception) -> Response:
+    """Exception handler for OffroadError; the response to those that a later try may pass says when to try."""
+    assert isinstance(error, OffroadError)
     status = status_of(error)
     headers = {"Retry-After": str(RETRY_SECONDS)} if status in (429, 503) else None
-    return json_response(body_of(error), status, headers)
-
-
-async def on_offroad_error(request: Request, error: Exception) -> Response:
-    """Exception handler for OffroadError."""
-    assert isinstance(error, OffroadError)
-    return error_response(error)
+    return json_response(_of_api(request, body_of(error)), status, headers)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -95,4 +102,5 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_defect(request: Request, error: Exception) -> Response:
     """Exception handler for everything else: our defect. The server logs the traceback, the body has only its kind."""
-    return json_response(error_body(500, f"internal error: {type(error).__name__}", code="internal_error"), 500)
+    body = error_body(500, f"internal error: {type(error).__name__}", code="internal_error")
+    return json_response(_of_api(request, body), 500)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -34,7 +34,8 @@ from offroad.serve.stream import (
 from offroad.serve.text import Prompt
 
 log = logging.getLogger("offroad.serve")
-_CLIENT_GONE = 499
+CLIENT_GONE = 499
+Frames = Callable[[Ahead[Piece]], AsyncIterator[bytes]]
 
 
 def routes(service: Service) -> APIRouter:
@@ -57,13 +58,14 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        _check_model(service, model)
+        check_model(service, model)
         return json_response(service.card())
 
     return router
 
 
-def _check_model(service: Service, model: str | None) -> None:
+def check_model(service: Service, model: str | None) -> None:
+    """Raises ModelUnknown if a request names another model."""
     if model is not None and model != service.name:
         raise ModelUnknown(
             "the model is not served here", param="model", code="model_not_found", found=model, accepted=service.name
@@ -72,17 +74,19 @@ def _check_model(service: Service, model: str | None) -> None:
 
 async def _answer(service: Service, request: Request, body: ChatRequest | CompletionRequest, begin) -> Response:
     service.client.require_ready()
-    _check_model(service, body.model)
+    check_model(service, body.model)
     try:
         generation, shape = await while_connected(request.receive, begin(service, body))
     except Disconnected:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     if body.stream:
-        return await _streamed(request, generation, shape, body.include_usage)
+        return await streamed(
+            request, generation, lambda pieces: _frames(pieces, generation, shape, bool(body.include_usage))
+        )
     try:
         await while_connected(request.receive, generation.collect())
     except Disconnected:
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     finally:
         generation.close()
     return json_response(shape.answer(generation))
@@ -136,8 +140,8 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
     return service.generation(prompts, params, name=name, **more), shape
 
 
-async def _streamed(request: Request, generation: Generation, shape: Shape, include_usage: bool) -> Response:
-    """A stream, or the error with its status if the request fails before anything was sent."""
+async def streamed(request: Request, generation: Generation, frames: Frames) -> Response:
+    """A stream of `frames`, or the error with its status if the request fails before anything was sent."""
     pieces = Ahead(generation.pieces())
 
     async def close() -> None:
@@ -149,11 +153,11 @@ async def _streamed(request: Request, generation: Generation, shape: Shape, incl
         pieces.raise_if_failed()
     except Disconnected:
         await close()
-        return Response(status_code=_CLIENT_GONE)
+        return Response(status_code=CLIENT_GONE)
     except BaseException:
         await close()
         raise
-    return EventStream(_frames(pieces, generation, shape, include_usage), close)
+    return EventStream(frames(pieces), close)
 
 
 async def _frames(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from pydantic import BaseModel, ConfigDict
@@ -67,6 +67,17 @@ class Strict(BaseModel):
     """An object whose fields are all known, with the types that JSON gives them."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Body(Strict):
+    """The body of a request. `neutral`: further fields that are accepted with some values."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def prepared(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The decoded body, checked and mended before its fields are. Raises RequestError."""
+        return data
 
 
 def left_out(name: str, value: Any, table: dict[str, tuple[Any, ...]]) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
 
 from offroad.errors import RequestError
-from offroad.serve.protocol.fields import NEUTRAL, left_out, short
-from offroad.serve.protocol.shared import Generation
+from offroad.serve.protocol.fields import NEUTRAL, Body, left_out, short
 
-Body = TypeVar("Body", bound=Generation)
+Wanted = TypeVar("Wanted", bound=Body)
 
 _KINDS = {"str", "bool", "int", "dict"}
 
 
-def parse(raw: bytes, kind: type[Body]) -> Body:
+def parse(raw: bytes, kind: type[Wanted]) -> Wanted:
     """The request in a body. Raises RequestError: not JSON, a field that is unknown, wrong or not supported yet."""
     try:
         data = msgspec.json.decode(raw)
@@ -28,8 +27,13 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise RequestError("the body", code="invalid_json", found=type(data).__name__, accepted="a JSON object")
     own, table = kind.model_fields.keys(), NEUTRAL | kind.neutral
     data = {name: value for name, value in data.items() if name in own or not left_out(name, value, table)}
+    return validated(kind.prepared(data), kind)
+
+
+def validated(data: dict[str, Any], kind: type[Wanted]) -> Wanted:
+    """The request in a decoded body. Raises RequestError."""
     try:
-        return kind.model_validate(kind.prepared(data))
+        return kind.model_validate(data)
     except ValidationError as error:
         raise _refusal(error) from error
 

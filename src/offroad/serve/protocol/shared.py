@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from offroad.errors import RequestError
 from offroad.sample.guide import Grammar
 from offroad.sample.params import SamplingParams
-from offroad.serve.protocol.fields import Strict
+from offroad.serve.protocol.fields import Body, Strict
 from offroad.serve.protocol.structured import ResponseFormat, StructuredOutputs, grammar_of
 
 
@@ -17,10 +17,8 @@ class StreamOptions(Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class Generation(Strict):
-    """What both APIs share. `neutral`: further fields that are accepted with some values."""
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+class Generation(Body):
+    """What both APIs share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -73,11 +71,6 @@ class Generation(Strict):
         for id in self.stop_token_ids or ():
             token("stop_token_ids", id, vocab)
         return SamplingParams(**values)
-
-    @classmethod
-    def prepared(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """The decoded body, checked and mended before its fields are. Raises RequestError."""
-        return data
 
     def grammar(self) -> Grammar | None:
         """What the answer must look like, if the request says so. Raises RequestError."""
