@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from offroad.errors import RequestError
 from offroad.sample.params import SamplingParams
+from offroad.serve.protocol.anthropic import MessagesRequest
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.completion import CompletionRequest
 from offroad.serve.protocol.fields import CHAT_ONLY, HARMLESS, NEUTRAL, RENAMED
@@ -62,6 +63,37 @@ def test_every_body_is_understood_or_refused_by_name(kind, data):
             assert getattr(request, name) is not None or value is None
         else:
             assert name in HARMLESS or value is None or value in (NEUTRAL | kind.neutral)[name], (name, value)
+
+
+BLOCKS = st.lists(
+    st.dictionaries(
+        st.sampled_from(["type", "text", "id", "name", "input", "content", "tool_use_id", "thinking"]),
+        VALUES | st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image"]),
+        max_size=4,
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_body_of_the_other_api_too(data):
+    fields = st.sampled_from(sorted({*MessagesRequest.model_fields, *MessagesRequest.neutral, "surprise"}))
+    more = data.draw(st.dictionaries(fields, VALUES | MESSAGES, max_size=2))
+    turns = [{"role": role, "content": data.draw(BLOCKS | st.text(max_size=3))} for role in ("user", "assistant")]
+    body = {"messages": turns, "max_tokens": 5} | more
+    try:
+        chat = parse(json.dumps(body).encode(), MessagesRequest).chat()
+        params = chat.sampling({}, vocab=100)
+    except RequestError as refusal:
+        error = refusal
+    else:
+        error = None
+    if error is not None:
+        assert error.param, (body, str(error))
+        return
+    assert isinstance(params, SamplingParams)
+    assert chat.messages
 
 
 @settings(max_examples=100, deadline=None)
