@@ -180,6 +180,10 @@ class Engine:
         self.prepare(request)
         self.scheduler.validate(request)
 
+    def teach(self, tokens: list[bytes], ends: tuple[int, ...]) -> None:
+        """Tells the bytes of all tokens, which grammars are compiled over; else they are read from the tokenizer."""
+        self.grammars.teach(tokens, ends)
+
     def prepare(self, request: Request) -> None:
         """Does what takes long before a request can be submitted, and may be called from any thread: compiles its
         grammar. Raises RequestError if that is not one."""

@@ -27,6 +27,7 @@ from offroad.execute.messages import (
     Report,
     Start,
     Submit,
+    Vocabulary,
     pack,
     read_report,
     socket_pair,
@@ -117,6 +118,7 @@ class EngineClient:
         self.death: OffroadError | None = None
         self._factory, self._launch = factory, launch
         self._open: dict[str, Subscription] = {}
+        self._taught = False
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._worker: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -182,6 +184,12 @@ class EngineClient:
             self._send(Submit(request))
         self._idle.clear()
         return subscription
+
+    def teach(self, tokens: Sequence[bytes], ends: tuple[int, ...]) -> None:
+        """Tells the engine the bytes of all tokens, once; before a request with a grammar."""
+        if not self._taught:
+            self._taught = True
+            self._send(Vocabulary(list(tokens), ends))
 
     async def generate(self, request: Request) -> AsyncIterator[TokenEvent]:
         """The events of one request; leaving the loop early aborts it."""

@@ -99,6 +99,14 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     name: str
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary"):
+    """The bytes of each token (none: it is in no language) and the ids that end an answer: what grammars are compiled
+    over. The server has them; to read them again would hold up the engine for seconds."""
+
+    tokens: list[bytes]
+    ends: tuple[int, ...]
+
+
 class Close(msgspec.Struct, frozen=True, tag="close"):
     """The engine closes and the process ends."""
 
@@ -143,7 +151,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     failure: Failure
 
 
-Command = Start | Submit | Abort | Call | Close
+Command = Start | Submit | Abort | Call | Vocabulary | Close
 Report = Progress | Ready | Events | Rejected | Reply | Failed
 
 _encoder = msgspec.msgpack.Encoder()

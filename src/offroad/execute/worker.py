@@ -37,6 +37,7 @@ from offroad.execute.messages import (
     Report,
     Start,
     Submit,
+    Vocabulary,
     pack,
     read_command,
 )
@@ -162,6 +163,8 @@ def _handle(engine: Any, command: Work, pipe: Pipe, preparing: Preparing) -> Non
         case Abort(request_id):
             preparing.drop(request_id)
             engine.abort(request_id)
+        case Vocabulary(tokens, ends):
+            engine.teach(tokens, ends)
         case Call(number, name):
             assert name in CALLS, name
             failure = None

@@ -18,14 +18,20 @@ _BLANKS = 40  # the most between two parts of JSON: a model may else say nothing
 
 
 class Grammars:
-    """Compiled grammars over the `vocab` tokens of a model, the latest ones kept. Made at once; the vocabulary is read
-    when the first grammar comes. May be called from several threads."""
+    """Compiled grammars over the `vocab` tokens of a model, the latest ones kept. Made at once; unless it is told, the
+    vocabulary is read from `files` when the first grammar comes. May be called from several threads."""
 
     def __init__(self, files: TokenizerFiles, vocab: int) -> None:
         self._files, self._vocab = files, vocab
         self._lock = threading.Lock()
+        self._table: tuple[list[bytes], tuple[int, ...]] | None = None
         self._compiler: Any = None
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+
+    def teach(self, tokens: list[bytes], ends: tuple[int, ...]) -> None:
+        """Tells the bytes of each token (none: it is in no language), and which ones end a sequence."""
+        with self._lock:
+            self._table = tokens, ends
 
     def compile(self, grammar: Grammar, param: str = "structured_outputs") -> Any:
         """The compiled grammar. Raises RequestError (`param`): xgrammar is missing, or the grammar is not one."""
@@ -60,8 +66,31 @@ class Grammars:
     def _ready(self, param: str) -> Any:
         with self._lock:
             if self._compiler is None:
-                self._compiler = _compiler(self._files, self._vocab, param)
+                self._compiler = self._made(param)
             return self._compiler
+
+    def _made(self, param: str) -> Any:
+        """A compiler over the vocabulary."""
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise RequestError(
+                f"{param} needs xgrammar",
+                param=param,
+                code="unsupported_field",
+                found="a server without it",
+                next="install offroad[grammar]",
+            ) from error
+        from offroad.text.tokenizer import Tokenizer
+
+        if self._table is None:
+            tokenizer = Tokenizer(self._files)
+            self._table = tokenizer.vocabulary(), tokenizer.eos_ids
+        tokens, ends = self._table
+        ids = [id for id in ends if id < self._vocab]
+        table = tokens[: self._vocab]
+        info = xgrammar.TokenizerInfo(table, xgrammar.VocabType.RAW, vocab_size=self._vocab, stop_token_ids=ids)
+        return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
 class XMatcher:
@@ -88,29 +117,6 @@ class XMatcher:
         self._beyond -= behind
         if count > behind:
             self._matcher.rollback(count - behind)
-
-
-def _compiler(files: TokenizerFiles, vocab: int, param: str) -> Any:
-    """A compiler over a model's vocabulary, by the bytes of each token. Special tokens are in no language, but the
-    model's ends are what ends one."""
-    try:
-        import xgrammar
-    except ImportError as error:
-        raise RequestError(
-            f"{param} needs xgrammar",
-            param=param,
-            code="unsupported_field",
-            found="a server without it",
-            next="install offroad[grammar]",
-        ) from error
-    from offroad.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(files)
-    known = min(vocab, tokenizer.vocab_size)
-    table = [b"" if id in tokenizer.special_ids else tokenizer.token_bytes(id) for id in range(known)]
-    ends = [id for id in tokenizer.eos_ids if id < vocab]
-    info = xgrammar.TokenizerInfo(table, xgrammar.VocabType.RAW, vocab_size=vocab, stop_token_ids=ends)
-    return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
 def _compile(compiler: Any, grammar: Grammar) -> Any:

@@ -68,7 +68,10 @@ def read(text: TextLayer, body: ChatRequest, vocab: int, max_model_len: int, def
     params = body.sampling(text.generation, vocab)
     prompt, reading = render(text, body, defaults)
     params = fit(prompt, params, max_model_len, text.generation.get("max_new_tokens"), "messages")
-    return Chat(prompt, params, reading, _guide(text, body, reading))
+    guide = _guide(text, body, reading)
+    if guide is not None and guide.grammar is not None:
+        text.vocabulary()  # the engine will be told; here is the thread to find out
+    return Chat(prompt, params, reading, guide)
 
 
 def _check_tools(notation: Notation, tools: list[Tool], choice: ToolChoice) -> None:
@@ -139,11 +142,14 @@ def _guide(text: TextLayer, body: ChatRequest, reading: Reading) -> Guide | None
     return Guide(grammar, thinking, escapes, blanks, param)
 
 
-def plain_guide(body: CompletionRequest) -> Guide | None:
-    """What limits a completion: a grammar alone. Raises RequestError."""
+def plain_guide(text: TextLayer, body: CompletionRequest) -> Guide | None:
+    """What limits a completion: a grammar alone. Raises RequestError. Takes time: call it from a thread."""
     grammar, param = body.grammar(), _grammar_field(body)
     _check_minimum(body, grammar, param)
-    return None if grammar is None else Guide(grammar, param=param)
+    if grammar is None:
+        return None
+    text.vocabulary()
+    return Guide(grammar, param=param)
 
 
 def _grammar_field(body: Generation) -> str:

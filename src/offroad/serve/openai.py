@@ -135,7 +135,7 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
         top=sampling.logprobs,
         ids=bool(body.return_token_ids),
     )
-    guide = plain_guide(body)
+    guide = await asyncio.to_thread(plain_guide, text, body)
     more = {"salt": body.cache_salt or "", "continues": True, "guide": guide}
     return service.generation(prompts, params, name=name, **more), shape
 

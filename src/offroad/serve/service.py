@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offroad.execute.client import EngineClient
+from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 from offroad.serve.generation import Generation
 from offroad.serve.metrics import Metrics
@@ -49,6 +50,9 @@ class Service:
 
     def generation(self, prompts: list[Prompt], params: list[SamplingParams], **more: Any) -> Generation:
         """Submits prompts. Raises NotReady, EngineDead or QueueFull."""
+        guide: Guide | None = more.get("guide")
+        if guide is not None and guide.grammar is not None:
+            self.client.teach(self.text.vocabulary(), self.text.eos_ids)
         return Generation(self.client, self.text, self.metrics, prompts, params, **more)
 
     def card(self) -> dict[str, Any]:

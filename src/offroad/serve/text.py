@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from offroad.errors import RequestError
@@ -40,6 +41,8 @@ class TextLayer(Protocol):
 
     def token_id(self, token: str) -> int | None: ...
 
+    def vocabulary(self) -> list[bytes]: ...
+
     def stream(self, params: SamplingParams, continues: bool, reading: Reading | None = None) -> Any: ...
 
     def parser(self, params: SamplingParams, reading: Reading) -> AnswerParser: ...
@@ -60,6 +63,11 @@ class ModelText:
         self.decode = self._tokenizer.decode
         self.token_bytes, self.token_id = self._tokenizer.token_bytes, self._tokenizer.token_id
         self.notation = Notation.of(self._template.source or "", self._template.reads, reasoning, tools)
+
+    @cache  # noqa: B019 - there is one text layer, which lives as long as the server
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token, for grammars. The first call takes a second or so: make it from a thread."""
+        return self._tokenizer.vocabulary()
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt:
         """The prompt of a conversation. Raises RequestError when the template refuses it."""

@@ -65,6 +65,10 @@ class Tokenizer:
                 ids, offsets = [self.bos_id, *ids], [(0, 0), *offsets]
         return ids, offsets
 
+    def vocabulary(self) -> list[bytes]:
+        """The bytes of every token by id; none for special tokens and ids without one. Takes a second or so."""
+        return [b"" if id in self.special_ids else self.token_bytes(id) for id in range(self.vocab_size)]
+
     def special_within(self, tags: Iterable[str]) -> dict[str, int]:
         """The special tokens, by their text, that are a part of one of `tags`: an answer without them loses the tag."""
         tags = tuple(tags)

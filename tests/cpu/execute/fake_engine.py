@@ -60,6 +60,9 @@ class FakeEngine:
         self.steps = self.generated = self.prompted = 0
         self.closed = False
 
+    def teach(self, tokens: list[bytes], ends: tuple[int, ...]) -> None:
+        self.taught = tokens, ends
+
     def prepare(self, request: Request) -> None:
         if "slow" in request.guide.grammar.text:
             time.sleep(0.5)

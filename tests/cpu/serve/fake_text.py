@@ -79,6 +79,9 @@ class FakeText:
     def token_text(self, id) -> str:
         return "<eos>" if id == EOS else chr(id)
 
+    def vocabulary(self) -> list[bytes]:
+        return [bytes([i]) for i in range(256)]
+
     def token_bytes(self, id) -> bytes:
         return b"" if id == EOS else bytes([id])
 

@@ -187,6 +187,7 @@ def test_choice(client, scripted, stream):
     assert (told(required.calls), required.finish) == ([("now", {}), ("search", {"limit": 1})], "tool_calls")
     guide = scripted.stack.engine.seen[-1].guide
     schema = json.loads(guide.grammar.text)
+    assert scripted.stack.engine.taught[0][97] == b"a"  # before any grammar came
     assert (guide.param, schema["minItems"], len(schema["items"]["anyOf"])) == ("tool_choice", 1, 2)
     set_up(scripted, '{"limit": 3}')
     choice = {"type": "function", "function": {"name": "search"}}
