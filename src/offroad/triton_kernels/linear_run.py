@@ -23,7 +23,6 @@ DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
 MOST_SPLITS = 16
-_NARROW = 8192  # outputs below which tiles of 64 divide the work better than tiles of 128
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
 
@@ -107,8 +106,8 @@ def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: t
     whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
     few = m == 16 and kind in ("int4", "e2m1") and dtype != torch.float32
-    if few and n < _NARROW:
-        wide = 64
+    if few:
+        wide = 64  # measured on an H100: tiles of 128 leave some SMs with one more of few programs
     stages = 2 if dtype == torch.float32 else 3 if few or m == 64 or kind in ("dense", "int8", "e4m3") else 4
     wanted = (ENOUGH_4_BIT if few else ENOUGH) * card.sms
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), wanted), stages=stages)

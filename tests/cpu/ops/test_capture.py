@@ -8,9 +8,10 @@ import pytest
 from real_specs import headers_of, real_spec
 
 from offroad.device.profile import load_profile
+from offroad.ops.budget import block_of
 from offroad.ops.capture import plan_graphs, row_sizes
 from offroad.ops.cells import Resolver, groups
-from offroad.ops.plan import BLOCK, plan
+from offroad.ops.plan import plan
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
@@ -64,7 +65,7 @@ def test_a_plan_says_why_there_are_none():
     device = load_profile("h100-80gb")
     settings = Settings.of(model="m", allow_reference=True, kernel=["attention=torch.reference_attention"])
     resolver, cells = Resolver(default_registry(), device, settings), {}
-    for group in groups(SPEC, headers_of(SPEC), "bfloat16", "bfloat16", BLOCK):
+    for group in groups(SPEC, headers_of(SPEC), "bfloat16", "bfloat16", block_of(SPEC)):
         cells |= resolver.resolve(group)
     found = plan_graphs(SPEC, cells, default_registry(), device, settings, 0)
     assert found.rows == ()
