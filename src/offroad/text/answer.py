@@ -87,31 +87,41 @@ class AnswerParser:
     @property
     def done(self) -> bool:
         """Whether nothing more will be told: one call was asked for and is complete."""
-        return not self._several and self.complete >= 1
+        return not self._several and self._tools is not None and self._tools.complete >= 1
 
     def feed(self, text: str) -> Said:
         said = Said(content=text) if self._reasoning is None else self._reasoning.feed(text)
-        return self._behind(said, self._tools.feed(said.content) if self._tools and said.content else None)
+        return self._told(said.reasoning, self._behind(said.content))
 
     def finish(self, cut: bool = False) -> Said:
         """What is left. `cut`: the answer did not end by itself, so a call without an end stays without."""
-        said = Said() if self._reasoning is None else self._reasoning.finish()
-        called = None
-        if self._tools is not None:
-            called = together([self._tools.feed(said.content), self._tools.finish(cut)])
-        said = self._behind(said, called)
+        last = Said() if self._reasoning is None else self._reasoning.finish()
+        said = self._behind(last.content)
+        if self._tools is not None and not self.done:
+            said = together([said, self._tools.finish(cut)])
+        said = self._told(last.reasoning, said)
         rest = self._hidden.finish() if self._hidden else ""
         return replace(said, content=said.content + rest)
 
-    def _behind(self, said: Said, called: Said | None) -> Said:
-        if self._tools is not None:
-            done = self.done
-            said = replace(called or Said(), reasoning=said.reasoning)
-            if not self._several:
-                said = replace(said, calls=tuple(piece for piece in said.calls if piece.index == 0))
-                said = replace(said, content="") if done else said
-            self.begun = max([self.begun, *(piece.index + 1 for piece in said.calls)])
-        return said if self._hidden is None else replace(said, content=self._hidden.feed(said.content))
+    def _behind(self, text: str) -> Said:
+        """What a text behind the thoughts is. Behind a call that shall be the only one nothing is told, so where that
+        one ends is looked for character by character."""
+        if self._tools is None:
+            return Said(content=text)
+        if self._several:
+            return self._tools.feed(text) if text else Said()
+        told: list[Said] = []
+        for character in text:
+            if self.done:
+                break
+            told.append(self._tools.feed(character))
+        return together(told)
+
+    def _told(self, reasoning: str, said: Said) -> Said:
+        calls = said.calls if self._several else tuple(piece for piece in said.calls if piece.index == 0)
+        self.begun = max([self.begun, *(piece.index + 1 for piece in calls)])
+        content = said.content if self._hidden is None else self._hidden.feed(said.content)
+        return Said(reasoning, content, calls)
 
 
 class Hidden:
