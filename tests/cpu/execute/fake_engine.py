@@ -168,14 +168,21 @@ class VerySlowLoad(FakeEngine):
 
 
 class Scripted(FakeEngine):
-    """Says what `says` has, then eos, `pace` bytes a step, whatever the prompt. Deaf to guides."""
+    """Says what `says` has when a request comes, then eos, `pace` tokens a step. Deaf to prompts and guides."""
 
     says, pace = "", 3
     step_seconds = 0.0005
 
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        for i in range(request.params.n):
+            self.running[request.id, i][1] = self.tokens()
+
+    def tokens(self) -> list[int]:
+        return [*self.says.encode(), EOS]
+
     def _event(self, key, entry) -> TokenEvent | None:
-        request, _, done = entry
-        tokens = [*self.says.encode(), EOS]
+        request, tokens, done = entry
         told = tokens[done : done + self.pace][: request.params.max_tokens - done]
         entry[2] = done = done + len(told)
         reason = "stop" if told[-1] == EOS else "length" if done >= request.params.max_tokens else None

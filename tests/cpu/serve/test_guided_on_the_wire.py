@@ -15,7 +15,6 @@ from test_model_text import files
 from tokenizers import AddedToken, Tokenizer
 
 from offroad.engine import Engine
-from offroad.schedule.request import TokenEvent
 from offroad.serve.text import model_text
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
@@ -136,13 +135,8 @@ class Speaks(Scripted):
         self.source_tokenizer = marked()
         self.tokenizer = Tokenizer.from_str(self.source_tokenizer.tokenizer_json)
 
-    def _event(self, key, entry) -> TokenEvent:
-        tokens = [*self.tokenizer.encode(self.says).ids, 256]
-        done, entry[2] = entry[2], entry[2] + self.pace
-        told = tokens[done : done + self.pace]
-        return TokenEvent(
-            request_id=key[0], index=key[1], token_ids=told, finish_reason="stop" if told[-1] == 256 else None
-        )
+    def tokens(self) -> list[int]:
+        return [*self.tokenizer.encode(self.says).ids, 256]
 
 
 @pytest.mark.parametrize("skip", [True, False])
