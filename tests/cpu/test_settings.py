@@ -52,3 +52,19 @@ def test_a_bad_file_is_refused(tmp_path, text: str):
     path.write_text(text)
     with pytest.raises(SettingsError):
         Settings.resolve({"model": "a"}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("reasoning_parser", "qwen9", "qwen3"),
+        ("tool_call_parser", "xml", "qwen3_xml"),
+        ("default_chat_template_kwargs", "{thinking}", "a JSON object"),
+        ("default_chat_template_kwargs", "[1]", "a JSON object"),
+    ],
+)
+def test_how_answers_are_read_is_checked(name: str, value: str, accepted: str):
+    with pytest.raises(SettingsError, match=accepted) as refused:
+        Settings.of(model="x", **{name: value})
+    assert f"--{name.replace('_', '-')}" in str(refused.value)
+    assert Settings.of(model="x", default_chat_template_kwargs='{"a": 1}').template_defaults() == {"a": 1}
