@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -57,4 +58,12 @@ def _keep_to_own_cores() -> None:
             os.sched_setaffinity(0, own)
 
 
+def _interpret_triton() -> None:
+    """Without a GPU Triton's kernels run in its interpreter. That has to be known before anything imports Triton, whose
+    own functions are made for one or the other, and torch and transformers may do so."""
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+        os.environ["TRITON_INTERPRET"] = "1"
+
+
 _keep_to_own_cores()
+_interpret_triton()

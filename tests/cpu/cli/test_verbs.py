@@ -263,7 +263,8 @@ def test_kernels_are_asked_with_usual_problems():
 def test_every_op_has_a_sample_problem():
     from offroad.ops.registry import default_registry
 
-    assert {problem.op for problem in doctor.sample_problems("float32")} == set(default_registry().ops)
+    computed = {name for name, op in default_registry().ops.items() if op.reference is not None}
+    assert {problem.op for problem in doctor.sample_problems("float32")} == computed
 
 
 def test_doctor(offroad, monkeypatch):

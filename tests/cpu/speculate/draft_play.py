@@ -266,7 +266,7 @@ class Play:
         for start in step.starts:
             before[start.slot], drafted[start.slot] = start.length, 0
         type(self.engine.runner).launch(self.engine.runner, step)
-        width = self.engine.runner.results[-1]
+        width = self.engine.runner.results[-1]()
         for row, slot in enumerate(step.slot.tolist()):
             told = self._of(slot)
             for item, (at, rows) in readable(self.arrays, slot).items():

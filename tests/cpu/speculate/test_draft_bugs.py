@@ -64,7 +64,7 @@ class StateReadAt(Patches):
         result = original(runner, step, ran)
         rows = ran.rows
         for row, slot in enumerate(rows.slot.tolist()):
-            self.accepted[slot] = int(result.accepted[row]) if row < rows.verify else 0
+            self.accepted[slot] = int(result().accepted[row]) if row < rows.verify else 0
         return result
 
     def _verify(self, original, *args):
