@@ -263,7 +263,8 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
     aligned = (*pointers, "n", "k", "s_group")
-    return Variant(label, linear, signature, constants, warps, constants["STAGES"], hot, archs, aligned)
+    stages = constants["STAGES"]
+    return Variant(label, linear, signature, constants, warps, stages, hot, archs, aligned=aligned)
 
 
 _FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
@@ -280,21 +281,19 @@ def _dequantise(label: str, kind: str, **options: Any) -> Variant:
 
 
 def variants() -> Iterator[Variant]:
-    """What the models of the plans use, on the GPUs where it differs. Tiles of 64 rows spill where they are not `hot`."""
+    """What the models of the plans use, on the GPUs where it differs."""
     fast, both, hopper = (80, 90, 100, 120), (90, 120), (90,)
     yield _variant("linear int4 g128, 16 rows", "int4", archs=fast)
     yield _variant("linear int4 g128, 64 rows", "int4", 64, STAGES=3, archs=hopper)
-    yield _variant("linear int4 g128, 64 rows, narrow", "int4", 64, 64, hot=False, STAGES=3, archs=(80, 100, 120))
+    yield _variant("linear int4 g128, 64 rows, narrow", "int4", 64, 64, STAGES=3, archs=(80, 100, 120))
     yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True, archs=both)
     yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4, archs=both)
     yield _variant("linear nvfp4, 16 rows", "e2m1", FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True, archs=both)
     yield _variant("linear fp8, 16 rows", "e4m3", scale="fp32", STAGES=3, archs=fast)
-    yield _variant("linear fp8, 64 rows", "e4m3", 64, scale="fp32", hot=False, STAGES=3, archs=hopper)
-    yield _variant("linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", hot=False, STAGES=3, archs=(80, 120))
+    yield _variant("linear fp8, 64 rows", "e4m3", 64, scale="fp32", STAGES=3, archs=hopper)
+    yield _variant("linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", STAGES=3, archs=(80, 120))
     yield _variant("linear int8, 16 rows", "int8", scale="fp32", STAGES=3, archs=both)
     yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
-    yield _variant(
-        "grouped linear bf16, 64 rows", "dense", 64, 64, hot=False, GROUPED=True, STAGES=3, archs=(80, 90, 120)
-    )
+    yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
     yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
     yield _dequantise("dequantise int4 g128", "int4", archs=hopper)
