@@ -27,12 +27,14 @@ class DraftCounts:
         """Counts a step: drafts that were looked at, and those that were what the model said, int [verify rows]."""
         if not len(drafted):
             return
+        if not drafted.any():
+            self.idle_steps += 1
+            return
         self.rows += int(np.count_nonzero(drafted))
-        self.idle_steps += not drafted.any()
         for place in range(len(self.drafted)):
             self.drafted[place] += np.count_nonzero(drafted > place)
             self.accepted[place] += np.count_nonzero(accepted > place)
-        if drafted.any() and not self.accepted.any():
+        if not self.accepted.any():
             self._in_vain += 1
             if self._in_vain == _PATIENCE:
                 self._warn()

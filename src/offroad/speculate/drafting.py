@@ -45,7 +45,8 @@ class Drafting:
     def _learn(auto: Auto, turn: Turn, seconds: float) -> None:
         rows, verify = turn.rows, turn.rows.verify
         slots, drafted = rows.slot[:verify], rows.width[:verify] - 1
-        auto.observe(slots, drafted, turn.moved[:verify] - 1)
+        if drafted.any():
+            auto.observe(slots, drafted, turn.moved[:verify] - 1)
         if verify == len(rows.slot):
             auto.took(slots, drafted, seconds)
 
