@@ -65,8 +65,9 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     dim, e5m2 = problem.size("head_dim"), problem.kv_dtype == "float8_e5m2"
     sizes = (1, 4) if problem.phase != "prefill" else (chunk_tiles(dim),)
     kernels = {tiles: launch.load(source(dim, tiles, e5m2), "attention", ARGS) for tiles in sizes}
-    least = source(dim, sizes[0], e5m2)
-    store, finish = launch.load(least, "store", ARGS), launch.load(least, "finish", ARGS)
+    # Spans are whole tiles of keys, whose size goes with the tiles of rows: what adds splits must know the same ones.
+    finish = {tiles: launch.load(source(dim, tiles, e5m2), "finish", ARGS) for tiles in sizes}
+    store = launch.load(source(dim, sizes[0], e5m2), "store", ARGS)
 
     def attention(
         q: torch.Tensor,
@@ -91,7 +92,7 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
         chunks = -(-packed // (8 * tiles))
         kernels[tiles].launch((chunks * spec.kv_heads, count, splits), THREADS, *arguments)
         if splits > 1:
-            finish.launch((heads, count, widest), dim // 4, *arguments)
+            finish[tiles].launch((heads, count, widest), dim // 4, *arguments)
         if k is not None and view.writable:
             store.launch((spec.kv_heads, count, widest), dim // 8, *arguments)
         return out

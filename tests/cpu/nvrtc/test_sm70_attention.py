@@ -51,3 +51,15 @@ def test_a_missing_barrier_is_noticed(without: int, monkeypatch):
         monkeypatch.setattr(ORDER, "seed", seed)
         outputs.append(bound(q, k, v, view, rows, case.spec))
     assert any(not torch.equal(out, outputs[0]) for out in outputs)
+
+
+def test_splits_that_are_not_live_are_not_read(monkeypatch):
+    """560 keys in 4 splits are spans of 192 where a step has 64 keys: the fourth has none, and its place holds NaN."""
+    case = Case(256, 6, 1, ((560, 1), (20, 2)), e5m2=True, block=64)
+    q, k, v, view, rows = inputs(case)
+    wanted, _ = expected(case, q, k, v, view, rows)
+    monkeypatch.setattr(attention, "MAX_SPLITS", 4)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
+    found = attention.bind(V100, case.problem)(q, k, v, view, rows, case.spec)
+    torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
