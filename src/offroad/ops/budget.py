@@ -256,6 +256,17 @@ def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int
     return twice + min(twice, max(chunks, spare)) + 1
 
 
+def _too_little(wanted: int, room: int, fits: int, taken: int, need: int) -> PlanError:
+    """`room` bytes hold `fits` tokens, where a context of `wanted` tokens needs `need` bytes."""
+    return PlanError(
+        f"memory for a context of {wanted} tokens",
+        found=f"{room:,} bytes for {fits} tokens after {taken:,} bytes of weights, windows, states, tables and "
+        "workspace",
+        accepted=f"{need:,} bytes",
+        next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
+    )
+
+
 def divide(
     spec: ModelSpec,
     device: DeviceProfile,
@@ -291,14 +302,7 @@ def divide(
     blocks = room // history if history else settings.max_num_seqs * -(-wanted // block) + 1
     fits = max(0, blocks - 2) * block
     if fits < (settings.max_model_len or min(wanted, 256)):
-        need = -(-wanted // block) + 2
-        raise PlanError(
-            f"memory for a context of {wanted} tokens",
-            found=f"{max(room, 0):,} bytes for {fits} tokens after {fixed + places * each:,} bytes of weights, "
-            "windows, states, tables and workspace",
-            accepted=f"{need * history:,} bytes",
-            next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
-        )
+        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, (-(-wanted // block) + 2) * history)
     max_len = min(wanted, fits)
     notes = () if max_len == wanted else (f"context {max_len} of the model's {wanted}: what fits in memory",)
     tables = _table_bytes(spec, max_len + k + 1, slots, block)

@@ -277,6 +277,25 @@ def _scale_notes(kv_dtype: str, scaled: int) -> list[str]:
     return [f"kv scales of {scaled} layers are for e4m3, not used with {kv_dtype}"] if scaled else []
 
 
+def _resolved(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dtypes, block: int) -> dict[Cell, Choice]:
+    """A kernel for every cell. Raises PlanError that lists those without one."""
+    cells: dict[Cell, Choice] = {}
+    for group in groups(spec, headers, dtypes.activation, dtypes.kv, block):
+        cells |= resolver.resolve(group)
+    for group in list(block_groups(spec, dtypes.activation, cells)):
+        cells |= resolver.resolve(group)
+    if open_cells := {cell: choice for cell, choice in cells.items() if not choice.kernel}:
+        raise PlanError(
+            f"no kernel for {len(open_cells)} cells on {resolver.device.name}",
+            found="\n" + "\n".join(explain_cells(open_cells)),
+            accepted="a kernel for every layer, op and phase",
+            next="--allow-reference runs them slowly; or choose another dtype or device"
+            if all(choice.refused for choice in open_cells.values())
+            else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
+        )
+    return cells
+
+
 def plan(
     name: str,
     spec: ModelSpec,
@@ -304,20 +323,7 @@ def plan(
     if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
         store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
     spec = spec.storing(store)
-    cells: dict[Cell, Choice] = {}
-    for group in groups(spec, headers, dtype, kv_dtype, block):
-        cells |= resolver.resolve(group)
-    for group in list(block_groups(spec, dtype, cells)):
-        cells |= resolver.resolve(group)
-    if open_cells := {cell: choice for cell, choice in cells.items() if not choice.kernel}:
-        raise PlanError(
-            f"no kernel for {len(open_cells)} cells on {device.name}",
-            found="\n" + "\n".join(explain_cells(open_cells)),
-            accepted="a kernel for every layer, op and phase",
-            next="--allow-reference runs them slowly; or choose another dtype or device"
-            if all(choice.refused for choice in open_cells.values())
-            else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
-        )
+    cells = _resolved(spec, headers, resolver, dtypes, block)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
