@@ -14,6 +14,10 @@ WORKERS_AT_MOST = 4  # each imports torch and transformers, 1 GB
 LONGEST = (("tests/model/test_same_tokens", "gemma3"), ("tests/model/test_hf_parity", "gemma3"), ("tests/model/", ""))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="real models over all prompts, not every second one")
+
+
 def _order(nodeid: str) -> int:
     found = (i for i, (start, part) in enumerate(LONGEST) if nodeid.startswith(start) and part in nodeid)
     return next(found, len(LONGEST))

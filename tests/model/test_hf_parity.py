@@ -10,7 +10,7 @@ from offroad import LLM, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
-def test_greedy_tokens_and_logits_equal_transformers(llm: LLM, oracle, prompts, monkeypatch):
+def test_greedy_tokens_and_logits_equal_transformers(llm: LLM, oracle, prompts, monkeypatch, pytestconfig):
     """64 greedy tokens of each prompt are what transformers would choose, and the logits are within 1e-3.
 
     transformers gets prompt + our tokens in one pass: if each of our tokens is its argmax given those before, greedy
@@ -19,13 +19,14 @@ def test_greedy_tokens_and_logits_equal_transformers(llm: LLM, oracle, prompts, 
     seen: dict[int, list[tuple[int, torch.Tensor]]] = {}
     draw = llm.engine.runner.sampler.draw
 
-    def watch(logits, slots: np.ndarray, positions: np.ndarray, tokens):
+    def watch(logits, slots: np.ndarray, positions: np.ndarray, *more):
         for row, position in enumerate(positions):
             seen.setdefault(int(position), []).append(logits[row].clone())
-        return draw(logits, slots, positions, tokens)
+        return draw(logits, slots, positions, *more)
 
     monkeypatch.setattr(llm.engine.runner.sampler, "draw", watch)
     worst = 0.0
+    prompts = prompts if pytestconfig.getoption("thorough") else prompts[::2]
     for ids in prompts:
         seen.clear()
         [result] = llm.generate({"prompt_token_ids": ids}, GREEDY)

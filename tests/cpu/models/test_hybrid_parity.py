@@ -28,10 +28,10 @@ def recorded(llm: LLM) -> dict[tuple[int, int], torch.Tensor]:
     sampler = llm.engine.runner.sampler
     draw = type(sampler).draw
 
-    def recording(logits, slots, positions, tokens):
+    def recording(logits, slots, positions, *more):
         for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
             seen[slot, position] = logits[row].clone()
-        return draw(sampler, logits, slots, positions, tokens)
+        return draw(sampler, logits, slots, positions, *more)
 
     sampler.draw = recording
     return seen
