@@ -4,7 +4,9 @@
     python benchmarks/gpu_targets.py --only qwen3.5-27b:w4a16-g128 --cases decode_c1 prefill_8k --profile
 
 Each model runs in a process of its own, so that what one leaves behind is not measured with the next. A model that has
-begun when the time is up is ended, and what did not run is listed. The targets hold on an H100 80GB.
+begun when the time is up is ended: the cases that it has measured count, and what did not run is listed. The targets
+hold on an H100 80GB, for figures by difference; steady decode has none (`offroad bench engine --help` says what each
+is).
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ CASES = (
     "prefill_8k",
     "prefill_16k",
     "ready_s",
+)
+SHOWN = tuple(
+    key
+    for case in CASES
+    for key in ((case, case.replace("decode", "decode_steady", 1)) if case.startswith("decode") else (case,))
 )
 
 
@@ -57,7 +64,7 @@ MODELS = (
 
 
 def run(model: Model, arguments: argparse.Namespace, seconds: float) -> tuple[dict | None, str]:
-    """(the record, "") or (None, why there is none)."""
+    """(the record, why it lacks cases): None if there is none, "" if it lacks nothing."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
         command = [sys.executable, "-m", "offroad.cli.main", "bench", "engine", "--dummy-weights"]
@@ -69,9 +76,10 @@ def run(model: Model, arguments: argparse.Namespace, seconds: float) -> tuple[di
         print("$", " ".join(command), file=sys.stderr, flush=True)
         try:
             code = subprocess.run(command, timeout=seconds, check=False).returncode
+            why = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
-            return None, f"ended after {seconds:.0f} s: the time was up"
-        return (json.loads(out.read_text()), "") if code == 0 else (None, f"exit code {code}")
+            why = f"ended after {seconds:.0f} s: the time was up"
+        return (json.loads(out.read_text()) if out.exists() else None), why
 
 
 def table(records: dict[str, dict], missing: dict[str, str]) -> str:
@@ -81,7 +89,7 @@ def table(records: dict[str, dict], missing: dict[str, str]) -> str:
         if (record := records.get(model.name)) is None:
             continue
         wanted = dict(zip(CASES, model.targets, strict=False))
-        for case in CASES:
+        for case in SHOWN:
             if case not in record:
                 continue
             value, target, share = record[case], wanted.get(case), record["roofline_share"].get(case)
@@ -95,7 +103,7 @@ def table(records: dict[str, dict], missing: dict[str, str]) -> str:
                 f"{100 * share:.0f} %" if share else "-",
             )
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, *(f"\n{name}: not measured, {why}" for name, why in missing.items())])
+    return "\n".join([*lines, *(f"\n{name}: {why}" for name, why in missing.items())])
 
 
 def main() -> None:
@@ -116,11 +124,12 @@ def main() -> None:
         if arguments.only and model.name not in arguments.only:
             continue
         left = end - time.monotonic()
-        record, why = run(model, arguments, left) if left > 20 else (None, "the time was up")
-        if record is None:
-            missing[model.name] = why
-        else:
+        record, why = run(model, arguments, left) if left > 20 else (None, "not begun: the time was up")
+        if record is not None:
             records[model.name] = record
+        if why:
+            lacks = "" if record is None else f", without {', '.join(record['missing']) or 'its profile'}"
+            missing[model.name] = why + lacks
         if arguments.json:
             arguments.json.write_text(json.dumps(records, indent=1) + "\n")
     print(table(records, missing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -65,13 +66,16 @@ def bench_engine(
 
     Decode speed of 1, 8, 32 and 64 sequences after prompts of 1,024 tokens and of one after 16,384, prefill of 8,192
     and 16,384 tokens, the time until the engine is ready, and what share of the device's roofline each figure is.
+    decode_cN is by difference: rounds with 129 tokens of answer and with 1, so that steps count in which prompts are
+    still read while others decode. decode_steady_cN is over the middle half of the steps in which all N decode. The
+    record is written after every case.
     """
     if not dummy_weights:
         raise SettingsError("--dummy-weights", found="not given", accepted="it: a config alone has no weights")
 
     def write(record: dict[str, Any]) -> None:
         if output:
-            Path(output).write_text(json.dumps(record, indent=1) + "\n")
+            write_record(Path(output), record)
 
     data = run(model_config, quantization, list(cases), repeat, profile_rows if profile else 0, flags, write)
     from offroad.evidence import engine_bench, op_times
@@ -79,6 +83,13 @@ def bench_engine(
     print(engine_bench.render(data))
     if profile:
         print("\n" + op_times.render(data["profile"]))
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Replaces the file at once: who reads it finds one record or the next, whenever this process is ended."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(part, path)
 
 
 def run(
@@ -90,8 +101,8 @@ def run(
     flags: dict[str, Any],
     write: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The record of one model, written once its speeds are known and again with times of ops (`profile_rows` 0: none
-    are taken)."""
+    """The record of one model, written after every case and again with times of ops (`profile_rows` 0: none are
+    taken)."""
     from offroad.device.probe import resolve_device
     from offroad.evidence import engine_bench, op_times
     from offroad.models.registry import resolve_source
@@ -113,9 +124,15 @@ def run(
     ready = time.perf_counter() - began
     try:
         report = lambda note: print(note, file=sys.stderr, flush=True)  # noqa: E731
-        data = engine_bench.record(engine, source, ready, *engine_bench.measure(engine, cases, repeat, report))
-        data |= {"quantization": quantization, "command": ["offroad", *sys.argv[1:]]}
-        write(data)
+        data, found = {}, engine_bench.costs_of(engine, source)
+
+        def save(speeds: dict[str, float], rounds: dict[str, list[float]]) -> None:
+            data.update(engine_bench.record(engine, found, ready, cases, speeds, rounds))
+            data.update(quantization=quantization, command=["offroad", *sys.argv[1:]])
+            write(data)
+
+        report(f"ready in {ready:.1f} s")
+        engine_bench.measure(engine, cases, repeat, report, save)
         if profile_rows:
             data["profile"] = op_times.step_times(engine, profile_rows, min(8192, engine.plan.max_len - 65))
             resolved, renamed = resolve_source(source)

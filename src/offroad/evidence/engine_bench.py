@@ -1,8 +1,11 @@
 """Speed of the engine alone, in the cases that engines are compared by, with the share of the device's roofline.
 
 *decode* is measured by difference: rounds of c prompts with 129 tokens of answer each, and with 1; c * 128 tokens over
-the difference of the best times. *prefill* is the tokens of one prompt over the time to its first token. *ready* is the
-construction of the engine. Prompts are random ids, all different, and the prefix cache is off.
+the difference of the best times. Its rounds begin with steps in which some sequences decode while prompts of others are
+read, so it holds what they cost each other. *decode_steady* leaves those out: of the steps in which every sequence got
+a token, the middle half, its tokens over its time; the best round. A round in which the sequences never decode all
+together, or in fewer than 8 steps, has none. *prefill* is the tokens of one prompt over the time to its first token.
+*ready* is the construction of the engine. Prompts are random ids, all different, and the prefix cache is off.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from offroad.engine import Engine
 from offroad.errors import SettingsError
-from offroad.evidence.perf import EngineTarget, commit
+from offroad.evidence.perf import EngineTarget, Sample, commit
 from offroad.models.registry import resolve_source
 from offroad.ops.budget import Dtypes, packed_bytes
 from offroad.ops.roofline import Costs, costs
@@ -22,6 +25,9 @@ from offroad.weights.source import Source
 
 FORMAT = "offroad-bench-engine-1"
 ANSWER = 128  # tokens after the first
+STEADY = "decode_steady"
+_FEWEST = 8  # steps that a steady speed is taken from; over fewer, one that stumbles is most of it
+Save = Callable[[dict[str, float], dict[str, list[float]]], None]
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,7 @@ class Rounds:
     repeat: int
     report: Callable[[str], None]
     done: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
+    steady: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def seconds(self, rows: int, prompt: int, answer: int) -> float:
         """The best time of rounds of `rows` prompts of `prompt` tokens and answers of `answer`."""
@@ -79,6 +86,8 @@ class Rounds:
     def _once(self, key: tuple[int, int, int], number: int) -> float:
         rows, prompt, answer = key
         samples = self.target.round(prompts(rows, prompt, self.target.vocab(), f"{key} {number}"), answer)
+        if (speed := steady(samples)) is not None:
+            self.steady[key] = max(speed, self.steady.get(key, 0.0))
         return max(sample.arrivals[-1] for sample in samples)
 
     def warm(self, rows: int, prompt: int) -> None:
@@ -92,21 +101,66 @@ def prompts(rows: int, tokens: int, vocab: int, seed: str) -> list[list[int]]:
     return [[source.randrange(32, vocab) for _ in range(tokens)] for _ in range(rows)]
 
 
+def steady(samples: list[Sample]) -> float | None:
+    """Tokens a second over the middle half of the steps in which every sequence got a token after its first; None
+    where there are too few such steps. Arrivals of one step have the same time."""
+    times = sorted(set.intersection(*(set(sample.arrivals[1:]) for sample in samples)))
+    if len(times) < _FEWEST:
+        return None
+    begin, end = times[len(times) // 4], times[len(times) - 1 - len(times) // 4]
+    came = sum(
+        count
+        for sample in samples
+        for when, count in zip(sample.arrivals, sample.tokens, strict=True)
+        if begin < when <= end
+    )
+    return came / (end - begin)
+
+
 def measure(
-    engine: Engine, cases: dict[str, Case], repeat: int, report: Callable[[str], None]
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """(tokens a second by case, seconds of every round by "rows x prompt + answer")."""
+    engine: Engine, cases: dict[str, Case], repeat: int, report: Callable[[str], None], save: Save
+) -> dict[str, float]:
+    """Tokens a second by case. After each case they are reported, and given to `save` with the seconds of every round
+    by "rows x prompt + answer": a run that is ended later has them."""
     rounds = Rounds(EngineTarget(engine), repeat, report)
-    speeds = {}
+    speeds: dict[str, float] = {}
     for name, case in cases.items():
-        rounds.warm(case.rows, min(case.prompt, 1024) if case.decode else case.prompt)
-        first = rounds.seconds(case.rows, case.prompt, 1)
+        found = _speeds(rounds, name, case)
+        speeds |= found
+        report(", ".join(f"{name} {speed:,.1f} tok/s" for name, speed in found.items()))
+        save(
+            dict(speeds),
+            {f"{rows} x {prompt} + {answer}": times for (rows, prompt, answer), times in rounds.done.items()},
+        )
+    return speeds
+
+
+def _speeds(rounds: Rounds, name: str, case: Case) -> dict[str, float]:
+    """The case's figure, and beside one of decode that of its steady steps."""
+    rounds.warm(case.rows, min(case.prompt, 1024) if case.decode else case.prompt)
+    first = rounds.seconds(case.rows, case.prompt, 1)
+    if not case.decode:
+        return {name: case.rows * case.prompt / first}
+    whole = rounds.seconds(case.rows, case.prompt, ANSWER + 1)
+    speeds = {name: case.rows * ANSWER / max(whole - first, 1e-9)}
+    if (speed := rounds.steady.get((case.rows, case.prompt, ANSWER + 1))) is not None:
+        speeds[steady_name(name)] = speed
+    return speeds
+
+
+def steady_name(name: str) -> str:
+    """The key of a decode case's steady speed: decode_steady_c8 of decode_c8."""
+    return name.replace("decode", STEADY, 1)
+
+
+def figures() -> dict[str, Case]:
+    """Every key that a speed may have, with its case, in the order of cases."""
+    found = {}
+    for name, case in CASES.items():
+        found[name] = case
         if case.decode:
-            whole = rounds.seconds(case.rows, case.prompt, ANSWER + 1)
-            speeds[name] = case.rows * ANSWER / max(whole - first, 1e-9)
-        else:
-            speeds[name] = case.rows * case.prompt / first
-    return speeds, {f"{rows} x {prompt} + {answer}": times for (rows, prompt, answer), times in rounds.done.items()}
+            found[steady_name(name)] = case
+    return found
 
 
 def costs_of(engine: Engine, source: Source) -> Costs | None:
@@ -121,9 +175,9 @@ def shares(speeds: dict[str, float], found: Costs | None) -> dict[str, float]:
     """Each speed over the roofline's; nothing where the device's rates are unknown."""
     if found is None:
         return {}
-    result = {}
+    result, cases = {}, figures()
     for name, speed in speeds.items():
-        case = CASES[name]
+        case = cases[name]
         if case.decode:
             bound = case.rows / found.decode(case.rows, case.prompt + ANSWER // 2)
         else:
@@ -133,10 +187,16 @@ def shares(speeds: dict[str, float], found: Costs | None) -> dict[str, float]:
 
 
 def record(
-    engine: Engine, source: Source, ready: float, speeds: dict[str, float], rounds: dict[str, list[float]]
+    engine: Engine,
+    found: Costs | None,
+    ready: float,
+    cases: dict[str, Case],
+    speeds: dict[str, float],
+    rounds: dict[str, list[float]],
 ) -> dict[str, Any]:
-    """The evidence: figures, their share of the roofline, what ran, and every time."""
-    info, plan, found = engine.info, engine.plan, costs_of(engine, source)
+    """The evidence: figures, their share of the roofline by `found`, what ran, and every time. `missing`: cases that
+    were asked for and are not measured yet."""
+    info, plan = engine.info, engine.plan
     rates = None if found is None else {"bytes_s": found.bandwidth, "operations_s": found.rate}
     return {
         "format": FORMAT,
@@ -151,6 +211,7 @@ def record(
         "memory": info.memory_summary,
         **speeds,
         "ready_s": ready,
+        "missing": [name for name in cases if name not in speeds],
         "roofline_share": shares(speeds, found),
         "rates": rates,
         "rounds": rounds,
@@ -165,7 +226,7 @@ def render(data: dict[str, Any]) -> str:
     share = data["roofline_share"]
     rows = [
         (name, round(data[name], 1), f"{100 * share[name]:.0f} %" if name in share else "-")
-        for name in CASES
+        for name in figures()
         if name in data
     ]
     return head + "\n" + table(("CASE", "tok/s", "OF THE ROOFLINE"), rows)

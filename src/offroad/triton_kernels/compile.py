@@ -108,7 +108,12 @@ def table() -> Iterator[tuple[Variant, int, Report]]:
 
 
 def main() -> None:
-    """Prints a Markdown table: kernel, compute capability, shared memory, registers, spills."""
+    """Prints a Markdown page with a table: kernel, compute capability, shared memory, registers, spills."""
+    import triton
+
+    print("# What the Triton kernels take\n")
+    print(f"Triton {triton.__version__}, compiled offline; `python -m offroad.triton_kernels.compile` prints this page.")
+    print("Bytes of shared memory a block (of those that the GPU has), registers a thread, bytes of stack (spills).\n")
     print("| kernel | sm | shared B | of | registers | spilled B |")
     print("|---|---|---|---|---|---|")
     for variant, arch, report in table():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from offroad.evidence import engine_bench
@@ -26,11 +27,22 @@ def test_the_command(offroad, tmp_path: Path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(engine_bench, "CASES", {"decode_c1": Case(1, 20, True), "prefill_8k": Case(1, 40, False)})
     out = tmp_path / "record.json"
+    written, replace = [], os.replace
+
+    def seen(part, path):
+        written.append(json.loads(Path(part).read_text()))
+        replace(part, path)
+
+    monkeypatch.setattr(os, "replace", seen)
     words = ["bench", "engine", "--config", str(tmp_path / "config.json"), "--quantization", "w4a16-g128"]
     code, text, _ = offroad(*words, "--dummy-weights", "--device", "cpu", "--json", str(out), "--profile")
     assert code == 0
     record = json.loads(out.read_text())
     assert min(record["decode_c1"], record["prefill_8k"], record["ready_s"]) > 0
+    assert [record["missing"] for record in written] == [["prefill_8k"], [], []]
+    assert "prefill_8k" not in written[0]
+    assert written[0]["decode_c1"] == record["decode_c1"]
+    assert record["decode_steady_c1"] > 0
     assert record["format"] == engine_bench.FORMAT
     assert record["plan_fingerprint"] in text
     assert {entry["op"] for entry in record["profile"]["decode"]["ops"]} >= {"embed", "linear:head"}

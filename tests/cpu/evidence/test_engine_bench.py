@@ -11,6 +11,7 @@ from offroad import LLM
 from offroad.engine import make_plan
 from offroad.evidence import engine_bench, op_times
 from offroad.evidence.engine_bench import ANSWER, Case
+from offroad.evidence.perf import Sample
 from offroad.models.registry import resolve_model
 from offroad.ops.budget import Dtypes, packed_bytes
 from offroad.ops.roofline import Costs, costs
@@ -42,8 +43,6 @@ class FakeTarget:
         return 100
 
     def round(self, prompts, answer):
-        from offroad.evidence.perf import Sample
-
         self.rounds.append((len(prompts), len(prompts[0]), answer))
         begin = sum(map(len, prompts)) / 1000 + (0.5 if self.rounds.count(self.rounds[-1]) == 1 else 0.0)
         return [Sample([begin + 0.01 * i for i in range(answer)], [1] * answer) for _ in prompts]
@@ -52,10 +51,32 @@ class FakeTarget:
 def test_speeds_are_those_of_the_best_rounds(monkeypatch):
     monkeypatch.setattr(engine_bench, "EngineTarget", lambda engine: FakeTarget())
     cases = {"decode_c8": Case(8, 1024, True), "prefill_8k": Case(1, 8192, False)}
-    speeds, rounds = engine_bench.measure(None, cases, 2, lambda note: None)
+    saved, notes = [], []
+    speeds = engine_bench.measure(None, cases, 2, notes.append, lambda *now: saved.append(now))
     assert speeds["decode_c8"] == pytest.approx(800)
+    assert speeds["decode_steady_c8"] == pytest.approx(800)
     assert speeds["prefill_8k"] == pytest.approx(1000)
-    assert rounds["8 x 1024 + 1"] == pytest.approx([8.692, 8.192])
+    assert [sorted(now) for now, _ in saved] == [["decode_c8", "decode_steady_c8"], sorted(speeds)]
+    assert saved[-1][1]["8 x 1024 + 1"] == pytest.approx([8.692, 8.192])
+    assert "decode_c8 800.0 tok/s, decode_steady_c8 800.0 tok/s" in notes
+
+
+def test_steady_steps_are_those_of_all_sequences():
+    """Two sequences: the first decodes 20 slow steps before the second's first token, then both take steps of 10 ms."""
+    late = [1.0 + 0.01 * i for i in range(40)]
+    early = [0.5 + 0.025 * i for i in range(20)] + late
+    samples = [Sample(early, [1] * 60), Sample(late, [1] * 40)]
+    assert engine_bench.steady(samples) == pytest.approx(200)
+    samples[0].tokens[:20] = [7] * 20  # what came before does not count
+    assert engine_bench.steady(samples) == pytest.approx(200)
+    samples[1].tokens[1:] = [3] * 39  # with drafts a step gives several
+    assert engine_bench.steady(samples) == pytest.approx(400)
+
+
+def test_waves_are_not_steady():
+    first, second = [0.1 * i for i in range(1, 20)], [2.0 + 0.1 * i for i in range(20)]
+    assert engine_bench.steady([Sample(first, [1] * 19), Sample(second, [1] * 20)]) is None
+    assert engine_bench.steady([Sample([0.1], [1])]) is None
 
 
 def test_the_roofline_of_the_27b():
@@ -67,6 +88,9 @@ def test_the_roofline_of_the_27b():
     operations = found.prefill(8192) * found.rate
     assert 0.99 < operations / (399e12 + 13.2e12) < 1.02
     assert engine_bench.shares({"decode_c1": 1 / found.decode(1, 1088)}, found)["decode_c1"] == pytest.approx(1)
+    assert engine_bench.shares({"decode_steady_c1": 0.5 / found.decode(1, 1088)}, found) == {
+        "decode_steady_c1": pytest.approx(0.5)
+    }
     assert engine_bench.shares({"decode_c1": 1.0}, None) == {}
 
 
