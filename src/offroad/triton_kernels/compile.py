@@ -112,7 +112,9 @@ def main() -> None:
     import triton
 
     print("# What the Triton kernels take\n")
-    print(f"Triton {triton.__version__}, compiled offline; `python -m offroad.triton_kernels.compile` prints this page.")
+    print(
+        f"Triton {triton.__version__}, compiled offline; `python -m offroad.triton_kernels.compile` prints this page."
+    )
     print("Bytes of shared memory a block (of those that the GPU has), registers a thread, bytes of stack (spills).\n")
     print("| kernel | sm | shared B | of | registers | spilled B |")
     print("|---|---|---|---|---|---|")
