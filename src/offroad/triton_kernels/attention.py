@@ -224,6 +224,8 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         """As `ops.attention.attention`; rows of this step are stored first, and read from pages like older ones."""
         q = _rows_of(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if not len(rows.slot):  # a chunk that wants nothing, narrowed for layers that store nothing
+            return out.flatten(1)
         if k is not None:
             assert v is not None
             assert view.writable, "a reader of another layer's pages has no rows of its own"
