@@ -53,10 +53,11 @@ def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
-    name = settings.served_model_name or settings.model
     spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
     scaled = len(kv_scales.names(source, spec))
-    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype, scaled)
+    return plan(
+        settings.names[0], spec, source.headers, resolve_device(settings), settings, default_registry(), dtype, scaled
+    )
 
 
 def _share_cores(plan: Plan, threads: int) -> None:

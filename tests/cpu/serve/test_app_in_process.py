@@ -8,8 +8,6 @@ import re
 
 from fake_engine import SlowLoad
 
-from offroad.serve import stream as streams
-
 ABC = [{"role": "user", "content": "abc"}]
 SAID = {"role": "assistant", "content": "x"}
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -291,23 +289,25 @@ def test_the_last_token_of_the_context_can_be_used(stack):
 
 
 def test_routes_methods_and_size(stack):
-    made = stack(served_model_name="alias")
+    made = stack(served_model_name=("alias", "other"), max_body_mib=1)
 
     async def main():
         async with made.http() as http:
             unknown, method = await http.get("/v1/nothing"), await http.get(CHAT)
-            large = await http.post(CHAT, content=b" " * (streams.MAX_BODY + 1))
+            large = await http.post(CHAT, content=b" " * (2**20 + 1))
 
             async def chunks():
                 for _ in range(17):
-                    yield b" " * 2**20
+                    yield b" " * 2**16
 
             chunked = await http.post(CHAT, content=chunks())
             models, version, plan = [(await http.get(p)).json() for p in ("/v1/models", "/version", "/plan")]
             wrong = await http.post(CHAT, json={"model": "fake", "messages": ABC})
-            return unknown, method, large, chunked, models, version, plan, wrong
+            second = await http.post(CHAT, json={"model": "other", "messages": ABC, "max_tokens": 1})
+            card = await http.get("/v1/models/other")
+            return unknown, method, large, chunked, models, version, plan, wrong, second, card
 
-    unknown, method, large, chunked, models, version, plan, wrong = asyncio.run(main())
+    unknown, method, large, chunked, models, version, plan, wrong, second, card = asyncio.run(main())
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "route_not_found")
     assert (method.status_code, method.json()["error"]["code"], method.headers["allow"]) == (
         405,
@@ -315,7 +315,11 @@ def test_routes_methods_and_size(stack):
         "POST",
     )
     assert [(a.status_code, a.json()["error"]["code"]) for a in (large, chunked)] == [(413, "body_too_large")] * 2
-    assert [(m["id"], m["root"], m["max_model_len"]) for m in models["data"]] == [("alias", "fake", 512)]
+    assert [(m["id"], m["root"], m["max_model_len"]) for m in models["data"]] == [
+        ("alias", "fake", 512),
+        ("other", "fake", 512),
+    ]
+    assert (second.status_code, second.json()["model"], card.json()["id"]) == (200, "alias", "other")
     assert set(version) == {"version"}
     assert plan == {"cells": []}
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (404, "model")

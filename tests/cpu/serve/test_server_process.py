@@ -30,8 +30,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(model: str = "fake", drain: float = 10, factory: str = "FakeEngine", port: int = 0):
-    command = [sys.executable, str(PROGRAM), model, str(drain), factory, str(port)]
+def running(drain: float = 10, factory: str = "FakeEngine", **more):
+    settings = {"model": "fake", "port": 0, "drain_seconds": drain} | more
+    command = [sys.executable, str(PROGRAM), factory, json.dumps(settings)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -95,7 +96,8 @@ def test_drain_finishes_what_runs(number):
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert process.wait(10) == 0
         assert gone(worker)
-        assert process.stderr.read().count("\n") == 1  # the one line that says what happens now
+        lines = process.stderr.read().splitlines()
+        assert [line.split()[1] for line in lines] == ["warning", "info", "info"]  # what happens now, and two requests
 
 
 def test_drain_that_takes_too_long_ends_with_an_error_event():
