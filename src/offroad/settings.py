@@ -164,9 +164,11 @@ class Settings:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     if hint == tuple[str, ...]:
-        if isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value):
-            return tuple(value)
-        raise SettingsError(f"setting {name}", found=repr(value), accepted="a list of strings")
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)) and all(isinstance(entry, str) for entry in values):
+            return tuple(values)
+        found = "something else" if name == "api_key" else repr(value)
+        raise SettingsError(f"setting {name}", found=found, accepted="a string or a list of strings")
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and bool not in kinds:

@@ -26,10 +26,8 @@ class BodyLimits:
     After its end, a body's `receive` waits as long as the response takes: it tells then that the client has gone.
     """
 
-    def __init__(
-        self, app: ASGIApp, max_bytes: int, seconds: float = BODY_SECONDS, pause: float = PAUSE_SECONDS
-    ) -> None:
-        self.app, self.max_bytes, self.seconds, self.pause = app, max_bytes, seconds, pause
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,18 +37,18 @@ class BodyLimits:
         if announced.isdigit() and (len(announced) > 18 or int(announced) > self.max_bytes):
             await response_of(path_of(scope), self._too_large())(scope, receive, send)
             return
-        end, total, more = time.monotonic() + self.seconds, 0, True
+        end, total, more = time.monotonic() + BODY_SECONDS, 0, True
 
         async def limited() -> Message:
             nonlocal total, more
             if not more:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), min(self.pause, max(end - time.monotonic(), 0)))
+                message = await asyncio.wait_for(receive(), min(PAUSE_SECONDS, max(end - time.monotonic(), 0)))
             except TimeoutError as error:
                 raise BodyTooSlow(
                     "the body did not come",
-                    found=f"{total} bytes and then nothing for {self.pause:g} s, or not all within {self.seconds:g} s",
+                    found=f"{total} bytes, then nothing for {PAUSE_SECONDS:g} s or not all in {BODY_SECONDS:g} s",
                     accepted="a body that is sent without a pause",
                 ) from error
             total += len(message.get("body", b""))
