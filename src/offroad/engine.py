@@ -25,6 +25,7 @@ from offroad.run.bind import prepare
 from offroad.run.guides import Guides
 from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
+from offroad.sample.guided import TOO_SLOW
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
@@ -116,7 +117,7 @@ class Engine:
         )
         self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
         self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
-        self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
+        self.guides = self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -214,6 +215,8 @@ class Engine:
         if self.in_flight and (step is None or len(self.in_flight) >= self.plan.depth):
             done = self.in_flight.popleft()
             events += self.scheduler.commit(done, self.runner.result())
+        for slot in self.guides.given_up():
+            self.scheduler.refuse(slot, TOO_SLOW)
         self.scheduler.seconds += time.perf_counter() - began
         return events
 

@@ -35,7 +35,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     """New tokens of sequence `index` of a request. `finish_reason` is set on its last event: "stop" (eos or a stop id,
-    named in `stop_reason`), "length", "abort" or "error" (with `error`). A finishing eos or stop id is in `token_ids`.
+    named in `stop_reason`), "length", "abort", "error" (with `error`) or "refused" (with `error`: the request's fault).
+    A finishing eos or stop id is in `token_ids`.
 
     `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there; `drafts` were looked at
     for the sequence so far, and `accepted_drafts` of them were what the model said.

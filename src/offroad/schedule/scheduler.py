@@ -7,7 +7,6 @@ a younger one; the step lists verify rows first, then chunks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from operator import sub
 
 import numpy as np
@@ -112,6 +111,11 @@ class Scheduler:
         """Ends all sequences of a request, with an event each; unknown and finished ids are ignored."""
         for job in list(self.requests.get(request_id, ())):
             self._end(job, job.event([], "abort"))
+
+    def refuse(self, slot: int, error: str) -> None:
+        """Ends the sequence that runs in a slot, if one does, as one that the request should not have asked for."""
+        for job in [job for job in self.running if job.slot == slot]:
+            self._end(job, job.event([], "refused", None, error))
 
     def has_work(self) -> bool:
         return bool(self.requests or self.in_flight or self.events)
@@ -385,8 +389,8 @@ class Scheduler:
         assert set(self.running) == {job for job in live if not job.dead}, "running sequences and slots"
         assert [job.age for job in self.running] == sorted(job.age for job in self.running), "order of age"
         assert all(not job.slot for job in self.waiting), "waiting sequences hold nothing"
-        queued: Iterable[Job] = (*self.waiting, *self.running, *self.leaving)
-        assert set(queued) == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
+        queued = {*self.waiting, *self.running, *self.leaving}
+        assert queued == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
         if not self.in_flight:
             assert not self.leaving, "I1: preempted and still held"
             assert not any(job.dead for job in live), "I1: released and still held"

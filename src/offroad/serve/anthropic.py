@@ -89,7 +89,7 @@ class Shape:
         for call in choice.calls:
             try:
                 block = {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             content.append(block)
         return self._message(content, generation) | _end(choice)

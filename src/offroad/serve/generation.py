@@ -220,6 +220,8 @@ class Generation:
             self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)
             if event.finish_reason == "abort":
                 raise NotReady("the engine has aborted the request", found=event.error)
+            if event.finish_reason == "refused":
+                raise RequestError("the request was ended", code="request_refused", found=event.error)
             raise GenerationFailed("the engine has failed on this request", found=event.error)
         used = choice.stream.tokens_used
         delta = choice.stream.push(event.token_ids, ends_with_stop_token=event.finish_reason == "stop")

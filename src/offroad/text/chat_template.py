@@ -15,7 +15,7 @@ import jinja2.meta
 
 from offroad.errors import RequestError, SettingsError
 from offroad.text.messages import extended, joined, prepared
-from offroad.text.template_env import MAX_CHARS, template_environment
+from offroad.text.template_env import MAX_CHARS, TooSlow, template_environment, time_limit
 from offroad.text.tokenizer import Tokenizer
 from offroad.weights.source import TokenizerFiles
 
@@ -166,18 +166,23 @@ class ChatTemplate:
     def _run(self, messages: list[dict], variables: dict, generation_prompt: bool, deadline: float) -> str:
         try:
             pieces, size = [], 0
-            for piece in self._template.generate(
-                messages=messages, add_generation_prompt=generation_prompt, **variables
-            ):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_CHARS:
-                    raise RequestError("the prompt is too long", param="messages", accepted=f"{MAX_CHARS} characters")
-                if time.monotonic() > deadline:
-                    raise RequestError("the template takes too long", param="messages", accepted=f"{MAX_SECONDS:g} s")
+            with time_limit(deadline):
+                for piece in self._template.generate(
+                    messages=messages, add_generation_prompt=generation_prompt, **variables
+                ):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > MAX_CHARS:
+                        accepted = f"{MAX_CHARS} characters"
+                        raise RequestError("the prompt is too long", param="messages", accepted=accepted)
+                    if time.monotonic() > deadline:
+                        raise TooSlow
             return "".join(pieces)
         except RequestError:
             raise
+        except TooSlow as e:
+            accepted = f"{MAX_SECONDS:g} s"
+            raise RequestError("the template takes too long", param="messages", accepted=accepted) from e
         except Exception as e:  # a template is a program: its errors may be of any type, and all are the request's
             raise RequestError(
                 "the chat template refuses these messages",
