@@ -17,6 +17,7 @@ from offroad.serve.errors import CLIENT_GONE, ModelUnknown, body_of, error_body,
 from offroad.serve.generation import Generation, Piece, fit
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.shapes import ChatShape, CompletionShape, Shape
@@ -41,12 +42,12 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def chat(request: Request) -> Response:
         body = parse(await read_body(request), ChatRequest)
         return await _answer(service, request, body, _chat)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(await read_body(request), CompletionRequest)
         return await _answer(service, request, body, _completions)
