@@ -122,6 +122,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.tokenizer: TokenizerFiles | None = None
         self.death: OffroadError | None = None
+        self.restarts = 0
         self._factory, self._launch = factory, launch
         self._open: dict[str, Subscription] = {}
         self._taught = self._loaded = self._closed = False
@@ -158,6 +159,7 @@ class EngineClient:
             raise self._dead()
         if self._worker is not None:
             await self._leave()
+            self.restarts += 1
         self.state, self.stats, self._taught, self._loaded = State.LOADING, Stats(), False, False
         self.ended.clear()
         ours, theirs = socket_pair()

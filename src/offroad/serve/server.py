@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import signal
 import socket
@@ -48,7 +49,10 @@ def serve(
     configure(settings)
     check_certificate(settings)
     service = Service(settings, client or EngineClient(settings), make_text)
-    code = asyncio.run(_Run(service, bind(settings), on_ready, progress).run())
+    sock = bind(settings)
+    if not service.keys and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+        log.warning("anybody who reaches %s may use the server: see --api-key", url_of(sock))
+    code = asyncio.run(_Run(service, sock, on_ready, progress).run())
     if code:
         raise SystemExit(code)
 

@@ -67,7 +67,7 @@ def test_ends_and_comes_again():
             assert made.client.death is None
             made.client.teach([b"a"], (0,))  # each engine must be told
             await made.client.call("check")
-            assert len(made.engines) == count + 1
+            assert (len(made.engines), made.client.restarts) == (count + 1, count)
             assert made.engines[-1].taught == ([b"a"], (0,))
         watch.cancel()
         await made.client.close()

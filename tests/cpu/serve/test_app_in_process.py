@@ -428,6 +428,7 @@ def test_metrics(stack):
         "offroad_prefix_cache_matched_tokens_total": 8,
         "offroad_prefix_cache_resumed_tokens_total": 4,
         "offroad_preemptions_total": 0,
+        "offroad_engine_restarts_total": 0,
         'offroad_request_success_total{finished_reason="length"}': 2,
         'offroad_request_success_total{finished_reason="stop"}': 1,
         "offroad_time_to_first_token_seconds_count": 2,
