@@ -72,7 +72,8 @@ class KeyGuard:
     """Lets requests through that bring a key: `Authorization: Bearer KEY`, `x-api-key: KEY` (Anthropic's clients), or,
     for the chat page in a browser, the key as password of the dialogue that the page's 401 opens (`Basic`).
 
-    A browser sends what was typed there with requests of other sites too, so `Basic` is for this server's pages only.
+    A browser sends what was typed there with requests of other sites too, so `Basic` is for this server's pages only,
+    and for the page itself, which may be linked to.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
@@ -83,7 +84,7 @@ class KeyGuard:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        if self._allows(headers):
+        if self._allows(path_of(scope), headers):
             await self.app(scope, receive, send)
             return
         challenge = 'Basic realm="offroad: the key is the password"' if path_of(scope) == PAGE else "Bearer"
@@ -96,9 +97,9 @@ class KeyGuard:
         )
         await response_of(path_of(scope), error, {"WWW-Authenticate": challenge})(scope, receive, send)
 
-    def _allows(self, headers: Headers) -> bool:
+    def _allows(self, path: str, headers: Headers) -> bool:
         basic = headers.get("authorization", "").lower().startswith("basic ")
-        if basic and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        if basic and path != PAGE and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return False
         return any([self.keys.hold(given) for given in _given(headers)])
 

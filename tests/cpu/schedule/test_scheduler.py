@@ -220,6 +220,24 @@ def test_aborts_at_any_time_leak_nothing(depth):
         sim.verify()
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_refused_sequence_ends_alone_at_any_time(depth):
+    for steps in range(1, 7):
+        sim = Sim(small(), FULL, depth=depth)
+        sim.add([1] * 10, max_tokens=8)
+        sim.add([2] * 10, max_tokens=8)
+        for _ in range(steps):
+            sim.step()
+        [slot] = [job.slot for job in sim.scheduler.running if job.request.id == "r1"] or [0]
+        sim.scheduler.refuse(slot, "too slow")
+        sim.scheduler.refuse(slot, "too slow")  # it is gone already
+        sim.run()
+        ended = sim.ended["r1", 0]
+        assert (ended.finish_reason, ended.error) == (("refused", "too slow") if slot else ("length", None))
+        assert sim.ended["r2", 0].finish_reason == "length"
+        sim.verify()
+
+
 def test_a_bad_layer_ends_that_sequence_only_and_its_prefix_is_not_used_again():
     sim = Sim(small(), FULL)
     sim.add([1] * 10, max_tokens=8)
