@@ -68,7 +68,7 @@ def routes(service: Service) -> APIRouter:
         body = parse(await read_body(request), DetokenizeRequest)
         service.client.require_ready()
         check_model(service, body.model)
-        for id in body.tokens:
+        for id in (min(body.tokens), max(body.tokens)) if body.tokens else ():
             token("tokens", id, service.client.info.vocab)
         return json_response({"prompt": await asyncio.to_thread(service.text.decode, body.tokens)})
 

@@ -56,8 +56,9 @@ class Tokenizer:
 
     def encode_with_offsets(self, text: str, add_special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and their character ranges `[start, end)` in `text` (tokens that were added: `(0, 0)`)."""
-        encoding = self._backend.encode(text, add_special_tokens=add_special)
-        ids, offsets = list(encoding.ids), list(encoding.offsets)
+        # A batch, since only that lets other threads run: a long text takes seconds.
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special)
+        ids, offsets = encoding.ids, encoding.offsets
         if add_special and self.bos_id is not None:
             if ids[:2] == [self.bos_id] * 2 and offsets[0] == (0, 0) and offsets[1] != (0, 0):
                 ids, offsets = ids[1:], offsets[1:]

@@ -16,7 +16,11 @@ from serve_stack import Stack, Wire
 
 from offroad.errors import RequestError
 from offroad.serve import limits
-from offroad.serve.protocol.depth import MAX_DEPTH, check_depth
+from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.extent import MAX_DEPTH, MAX_IDS, MAX_PARTS, check_extent
+from offroad.serve.protocol.parse import parse
+from offroad.serve.tokens import DetokenizeRequest
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 
@@ -63,10 +67,47 @@ def nested(depth: int, wide: bool) -> object:
 @given(st.integers(1, 3 * MAX_DEPTH), st.booleans())
 def test_depth_is_counted(depth, wide):
     if depth <= MAX_DEPTH:
-        check_depth(nested(depth, wide))
+        check_extent({"x": nested(depth - 1, wide)})
     else:
-        with pytest.raises(RequestError, match="nested"):
-            check_depth(nested(depth, wide), "x")
+        with pytest.raises(RequestError, match="levels"):
+            check_extent({"x": nested(depth - 1, wide)}, "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [1] * (MAX_PARTS + 1)}),
+        (CHAT, {"messages": [[]] * (MAX_PARTS + 1)}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "stop": [1] * (MAX_PARTS + 1)}),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x"}], "logit_bias": dict.fromkeys(map(str, range(60_000)), 1)},
+        ),
+        (COMPLETIONS, {"prompt": [*[1] * MAX_PARTS, "x"]}),
+        (COMPLETIONS, {"prompt": [1.5] * (MAX_PARTS + 1)}),
+        (COMPLETIONS, {"prompt": [1] * (MAX_IDS + 1)}),
+        (COMPLETIONS, {"prompt": [[1] * (MAX_IDS // 4)] * 5}),
+        (COMPLETIONS, {"prompt": ["x"] * (MAX_PARTS + 1)}),
+        ("/detokenize", {"tokens": [*[1] * MAX_PARTS, None]}),
+    ],
+)
+def test_bodies_of_many_parts_are_refused_at_once(path, body):
+    kind = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest, "/detokenize": DetokenizeRequest}[path]
+    raw, began = json.dumps(body).encode(), time.thread_time()
+    with pytest.raises(RequestError) as refused:
+        parse(raw, kind)
+    assert refused.value.code == "body_too_complex"
+    assert time.thread_time() - began < 1.5
+
+
+def test_long_prompts_of_ids_are_no_such_bodies():
+    ids = [i % 257 for i in range(MAX_IDS)]
+    body = parse(json.dumps({"prompt": ids}).encode(), CompletionRequest)
+    assert body.prompts(257) == [ids]
+    with pytest.raises(RequestError, match="256"):
+        body.prompts(256)
+    assert parse(json.dumps({"prompt": [ids[:500_000]] * 2}).encode(), CompletionRequest).prompts(257)
+    parse(json.dumps({"tokens": ids}).encode(), DetokenizeRequest)
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 400, 900, 5000, 100_000])
