@@ -23,6 +23,7 @@ MAX_SECONDS = 10.0
 # Only the latest turns are marked: earlier ones were the latest when they came, and each costs one rendering. Results
 # count apart: an agent's many must not displace the last user turn, where prompts part when thoughts are removed.
 MARKED_TURNS, MARKED_RESULTS = 8, 2
+_MARKED_CHARS = 4_000_000
 _PROBE = "\u2063offroad\u2063"
 
 
@@ -240,7 +241,10 @@ def _turn_ends(messages: list[dict]) -> list[int]:
 
 def encode_with_marks(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int], tuple[int, ...]]:
     """Token ids of a rendered prompt (nothing added: templates write bos themselves), and its marks as numbers of
-    tokens; a mark inside a token is left out."""
+    tokens; a mark inside a token is left out. A text that is too long for most models has none: to make the offsets of a
+    million tokens would hold up other threads."""
+    if len(rendered.text) > _MARKED_CHARS:
+        return tokenizer.encode(rendered.text, add_special=False), ()
     ids, offsets = tokenizer.encode_with_offsets(rendered.text, add_special=False)
     marks, token = [], 0
     for mark in rendered.marks:

@@ -107,6 +107,15 @@ def test_marks_in_tokens():
         assert tokenizer.decode(ids[:mark], skip_special=False) == rendered.text[:chars]
 
 
+def test_a_very_long_prompt_has_no_marks(monkeypatch):
+    tokenizer = Tokenizer(files(byte_level()))
+    text = template(CHATML).render(TALK)
+    ids, marks = encode_with_marks(tokenizer, text)
+    assert marks
+    monkeypatch.setattr(module, "_MARKED_CHARS", 10)
+    assert encode_with_marks(tokenizer, text) == (ids, ())
+
+
 def test_a_mark_inside_a_token_is_left_out():
     tokenizer = Tokenizer(files(byte_level()))
     text = "the cat"
