@@ -241,8 +241,8 @@ def _turn_ends(messages: list[dict]) -> list[int]:
 
 def encode_with_marks(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int], tuple[int, ...]]:
     """Token ids of a rendered prompt (nothing added: templates write bos themselves), and its marks as numbers of
-    tokens; a mark inside a token is left out. A text that is too long for most models has none: to make the offsets of a
-    million tokens would hold up other threads."""
+    tokens; a mark inside a token is left out. A text that is too long for most models has none: to make the offsets of
+    a million tokens would hold up other threads."""
     if len(rendered.text) > _MARKED_CHARS:
         return tokenizer.encode(rendered.text, add_special=False), ()
     ids, offsets = tokenizer.encode_with_offsets(rendered.text, add_special=False)
