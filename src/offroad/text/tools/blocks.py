@@ -80,7 +80,7 @@ def json_calls(text: str, *names: str) -> list[Call] | None:
     """A call, or a list of them, as JSON; its arguments under one of `names`, as an object or as JSON text."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     calls: list[Call] = []
     for entry in value if isinstance(value, list) else [value]:
@@ -90,7 +90,7 @@ def json_calls(text: str, *names: str) -> list[Call] | None:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
+            except ValueError:
                 return None
         if not isinstance(arguments, dict):
             return None

@@ -41,7 +41,7 @@ class Tools:
             return text
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):
+        except ValueError:
             return _python(text.strip(), kinds, text)
         fits = any(isinstance(value, _KINDS[kind]) for kind in kinds if kind in _KINDS)
         if isinstance(value, bool) and "boolean" not in kinds:

@@ -58,7 +58,7 @@ class LlamaJsonParser(WholeParser):
         while rest:
             try:
                 _, size = json.JSONDecoder().raw_decode(rest)
-            except (ValueError, RecursionError):
+            except ValueError:
                 return None
             one = json_calls(rest[:size], "parameters", "arguments")
             if one is None:
@@ -96,7 +96,7 @@ class NamedParser:
     def finish(self, cut: bool = False) -> Said:
         try:
             self.complete = int(isinstance(json.loads(self._text), dict))
-        except (ValueError, RecursionError):
+        except ValueError:
             self.complete = 0
         return Said()
 
