@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve_stack import Stack, Wire
 
@@ -64,6 +64,7 @@ def nested(depth: int, wide: bool) -> object:
     return value
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3 * MAX_DEPTH), st.booleans())
 def test_depth_is_counted(depth, wide):
     if depth <= MAX_DEPTH:

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from fake_engine import FakeEngine
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offroad.errors import SettingsError
@@ -124,6 +124,7 @@ def test_a_wrong_type_of_key_is_refused_without_showing_it():
         Keys.of(Settings(model="m", api_key=("",)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1), min_size=1), st.binary())
 def test_only_keys_hold(keys, other):
     made = Keys(tuple(keys))

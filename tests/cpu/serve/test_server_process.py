@@ -99,7 +99,8 @@ def test_drain_finishes_what_runs(number):
         assert process.wait(10) == 0
         assert gone(worker)
         lines = process.stderr.read().splitlines()
-        assert [line.split()[1] for line in lines] == ["warning", "info", "info"]  # what happens now, and two requests
+        assert "once more to end at once" in lines[0]  # what happens now
+        assert [line.split()[1:4:2] for line in lines[1:]] == [["info", "/v1/completions"]] * 2
 
 
 def test_drain_that_takes_too_long_ends_with_an_error_event():
