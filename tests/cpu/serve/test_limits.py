@@ -16,6 +16,7 @@ from serve_stack import Stack, Wire
 
 from offroad.errors import RequestError
 from offroad.serve import limits
+from offroad.serve.protocol import extent
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.completion import CompletionRequest
 from offroad.serve.protocol.extent import MAX_DEPTH, MAX_IDS, MAX_PARTS, check_extent
@@ -101,13 +102,14 @@ def test_bodies_of_many_parts_are_refused_at_once(path, body):
     assert time.thread_time() - began < 1.5
 
 
-def test_long_prompts_of_ids_are_no_such_bodies():
-    ids = [i % 257 for i in range(MAX_IDS)]
+def test_long_prompts_of_ids_are_no_such_bodies(monkeypatch):
+    monkeypatch.setattr(extent, "MAX_IDS", 4 * MAX_PARTS)
+    ids = [i % 257 for i in range(4 * MAX_PARTS)]
     body = parse(json.dumps({"prompt": ids}).encode(), CompletionRequest)
     assert body.prompts(257) == [ids]
     with pytest.raises(RequestError, match="256"):
         body.prompts(256)
-    assert parse(json.dumps({"prompt": [ids[:500_000]] * 2}).encode(), CompletionRequest).prompts(257)
+    assert parse(json.dumps({"prompt": [ids[: 2 * MAX_PARTS]] * 2}).encode(), CompletionRequest).prompts(257)
     parse(json.dumps({"tokens": ids}).encode(), DetokenizeRequest)
 
 
