@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from offroad.errors import RequestError
+from offroad.sample.ebnf import endless_rules
 from offroad.sample.guide import MAX_CHARS, Grammar
 from offroad.sample.guided import TOO_SLOW, Matcher
 from offroad.weights.source import TokenizerFiles
@@ -166,4 +167,9 @@ def _compile(compiler: Any, grammar: Grammar) -> Any:
         return compiler.compile_json_schema('{"type": "object"}', max_whitespace_cnt=_BLANKS)
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
-    return compiler.compile_grammar(grammar.text)
+    import xgrammar
+
+    parsed = xgrammar.Grammar.from_ebnf(grammar.text)
+    if endless := endless_rules(str(parsed)):
+        raise ValueError(f"{endless[0]} derives no text, however it is followed")
+    return compiler.compile_grammar(parsed)

@@ -75,9 +75,29 @@ def test_usual_grammars_are_followed():
         Grammar("json_schema", '{"$ref": "#"}'),
         Grammar("ebnf", "root ::= nothing"),
         Grammar("regex", "a{1000000000000}"),
+        # These end the process if they are compiled.
+        Grammar("ebnf", "root ::= root{3}"),
+        Grammar("ebnf", "root ::= ((root){1000000000}){1,4}\na ::= ((root)*){1,4} | a"),
+        Grammar("ebnf", 'root ::= "" root{2}'),
+        Grammar("ebnf", 'root ::= "x"\nb ::= b b{0,2}'),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(grammar):
     with pytest.raises(RequestError) as refused:
         grammars().compile(grammar)
     assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('root ::= a{3} | "x"\na ::= root "y"', b"xyxyxy"),
+        ('root ::= "(" root{0,2} ")"', b"(()())"),
+        ('root ::= "::= {3,3} | [" [a-z|"]* "\\"" | root root', b'::= {3,3} | [a|"'),
+        ("root ::= a*\na ::= b+\nb ::= [a-c] | [x] b?", b"abxxc"),
+    ],
+)
+def test_recursive_grammars_are_followed(text, said):
+    made = grammars()
+    made.compile(Grammar("ebnf", text))
+    assert not follow(made, Grammar("ebnf", text), said)[0]
