@@ -15,6 +15,7 @@ import triton
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_jit
+from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -44,6 +45,8 @@ class Tile:
     split: int
     warps: int = 4
     stages: int = 4
+    scaled: bool = False
+    ahead: int = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Stored:
         return {
             "KIND": self.kind,
             "FOLD": self.fold,
+            "GROUP_UNITS": self.group_units,
             "E4M3_SCALES": self.s is not None and self.s.dtype == torch.uint8,
             "HAS_M": self.m is not None,
             "HAS_ROW_SCALE": self.r is not None,
@@ -211,7 +215,6 @@ def launch(
         units,
         per,
         it.s_group,
-        it.group_units,
         per_token,
         **it.flags,
         HAS_BIAS=weight.bias is not None,
@@ -223,7 +226,10 @@ def launch(
         STAGES=at.stages,
         PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
+        SCALED=at.scaled,
+        AHEAD=at.ahead,
         num_warps=at.warps,
+        **launching(),
     )
 
 
@@ -248,9 +254,9 @@ def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             k,
             units,
             it.s_group,
-            it.group_units,
             **it.flags,
             ASM=not INTERPRETED and x.dtype != torch.float32,
+            **launching(),
         )
         torch.mm(x, piece.T, out=y[:, first:last])
     return y if weight.bias is None else y.add_(weight.bias)

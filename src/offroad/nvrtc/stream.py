@@ -1,0 +1,106 @@
+"""Linears of few tokens over records for compute capability 8.0 and later: how kernels/stream.cu is specialised and
+launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+
+from offroad.nvrtc import launch
+from offroad.nvrtc.compile import Source
+from offroad.triton_kernels.linear_pack import BLOCK_K, Records
+
+ARGS = "@9Pq7i4x"  # `Args` of the kernel
+MOST = 16  # tokens
+WARPS, OUTPUTS = 8, 16
+BLOCKS = 2  # of an SM
+KINDS = {"int4": 0, "e4m3": 1}
+DEPTHS = {"int4": 4, "e4m3": 3}  # records in flight for each warp
+MOST_SLICES = 8
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a weight is divided: slices of k, ranges of 16-output tiles, and bytes of shared memory of a block."""
+
+    slices: int
+    ranges: int
+    shared: int
+
+
+@cache
+def cut(n: int, units: int, tokens: int, groups: int, sms: int, room: int) -> Cut:
+    """The division with the least work for the block that has most. `tokens` is a size of `source`, so that it does not
+    depend on how many tokens there are; `groups` scales a unit; `room` bytes of shared memory of a block at most."""
+    tiles, best = -(-n // OUTPUTS), None
+    for slices in range(1, MOST_SLICES + 1):
+        ranges = max(1, min(tiles, BLOCKS * sms // slices))
+        longest = -(-units // slices)
+        shared = longest * tokens * (2 * BLOCK_K + 4 * groups) + 2 * WARPS * tokens * 17 * 4
+        if (slices > 1 and units // slices < WARPS) or shared > room:
+            continue
+        work = -(-tiles // ranges) * longest * (1.0 if slices == 1 else 1.03)
+        if best is None or work < best[0]:
+            best = work, Cut(slices, ranges, shared)
+    assert best is not None, f"a slice of {units} units fits"
+    return best[1]
+
+
+def source(kind: str, bf16: bool, tiles: int, steps: int, scales: torch.dtype, minima: int) -> Source:
+    """For `tiles` of 8 tokens; `steps` of 16 k share a scale, at most 8."""
+    bits = 32 if scales == torch.float32 else 16
+    defines = {"KIND": KINDS[kind], "BF16": int(bf16), "TILES": tiles, "DEPTH": DEPTHS[kind], "GROUP_STEPS": steps}
+    defines |= {"SCALE_BITS": bits, "SCALE_BF16": int(scales == torch.bfloat16), "MINIMA": minima, "MIN_BLOCKS": BLOCKS}
+    return Source("stream.cu", tuple(defines.items()), headers=False)
+
+
+@dataclass
+class Streamer:
+    """Launches the kernels on one device."""
+
+    sms: int
+    room: int
+    arrived: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    partial: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
+
+    def fits(self, x: torch.Tensor, weight: Records) -> bool:
+        return 0 < x.shape[0] <= MOST and weight.kind in KINDS and -(-weight.k // BLOCK_K) >= WARPS and weight.k % 8 == 0
+
+    def run(self, x: torch.Tensor, weight: Records) -> torch.Tensor:
+        """`x w^T + bias` of at most MOST tokens; x [tokens, k] -> [tokens, n]."""
+        rows, n, k = x.shape[0], weight.n, weight.k
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+        units, tiles = -(-k // BLOCK_K), 1 if rows <= 8 else 2
+        s, m, r = weight.tensors["s"], weight.tensors.get("m"), weight.tensors.get("r")
+        whole = weight.group >= k
+        steps = 8 if whole else min(8, weight.group // 16)
+        shift = 30 if whole else max(0, (weight.group // BLOCK_K).bit_length() - 1)
+        minima = 0 if m is None else 1 if m.dtype == torch.int16 else 2
+        at = cut(n, units, 8 * tiles, 8 // steps, self.sms, self.room)
+        code = replace(source(weight.kind, x.dtype == torch.bfloat16, tiles, steps, s.dtype, minima), shared=at.shared)
+        kernel = launch.load(code, "stream", ARGS)
+        x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+        partial, arrived = out, out
+        if at.slices > 1:
+            partial, arrived = self._memory(x.device, at.slices * -(-n // OUTPUTS) * OUTPUTS * rows)
+        pointers = (x, out, weight.bias, weight.tensors["q"], s, m, r, partial, arrived)
+        kernel.launch(
+            (at.slices * at.ranges, 1, 1),
+            32 * WARPS,
+            *(0 if tensor is None else tensor.data_ptr() for tensor in pointers),
+            x.stride(0),
+            *(rows, n, k, units, at.slices, shift, s.shape[1]),
+            dependent=True,
+        )
+        return out
+
+    def _memory(self, device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(partial sums, counters that are 0 between launches)."""
+        if device not in self.arrived:
+            self.arrived[device] = torch.zeros(BLOCKS * self.sms, dtype=torch.int32, device=device)
+        kept = self.partial.setdefault(device, [])
+        if not kept or kept[-1].numel() < size:
+            kept.append(torch.empty(size, dtype=torch.float32, device=device))
+        return kept[-1], self.arrived[device]
