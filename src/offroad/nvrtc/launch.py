@@ -36,11 +36,14 @@ class Function:
     handle: Any
     dependent: bool = False
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *values: float, dependent: bool = False) -> None:
+    def launch(
+        self, grid: tuple[int, int, int], threads: int, *values: float, dependent: bool = False, shared: int | None = None
+    ) -> None:
         """Starts the kernel on torch's current stream; `dependent`: before the kernel before is complete, which it waits
-        for itself (compute capability 9.0 and later). Raises LaunchError with the driver's name of the failure."""
+        for itself (compute capability 9.0 and later); `shared`: bytes of shared memory, if fewer than the source's. Raises LaunchError with the driver's name of the failure."""
         from cuda.bindings import driver
 
+        shared = self.shared if shared is None else shared
         arguments = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
@@ -48,7 +51,7 @@ class Function:
             config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-            config.sharedMemBytes, config.hStream = self.shared, stream
+            config.sharedMemBytes, config.hStream = shared, stream
             early = driver.CUlaunchAttribute()
             early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             early.value.programmaticStreamSerializationAllowed = 1
@@ -56,7 +59,7 @@ class Function:
             status = driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0)[0]
         else:
             status = driver.cuLaunchKernel(
-                self.handle, *grid, threads, 1, 1, self.shared, stream, ctypes.addressof(pointers), 0
+                self.handle, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0
             )[0]
         if status.value:
             raise LaunchError(f"kernel {self.name}", found=f"{status.name} for grid {grid}, {threads} threads")

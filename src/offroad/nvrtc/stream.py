@@ -3,22 +3,32 @@ launched."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
+from offroad.device.profile import DeviceProfile
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
-from offroad.triton_kernels.linear_pack import BLOCK_K, Records
+from offroad.nvrtc.kernel import CudaKernel
+from offroad.ops.spec import Bound, Problem
+from offroad.quant.packed import Packed
+from offroad.triton_kernels.linear import limits_of
+from offroad.triton_kernels.linear_pack import BLOCK_K, W4, W8, Records
 
 ARGS = "@9Pq7i4x"  # `Args` of the kernel
-MOST = 16  # tokens
+MOST = 16  # tokens of a kernel
+# Tokens up to which it is faster than the Triton kernels (benchmarks/kernels_linear.py on an H100).
+FASTER = {"int4": 4, "e4m3": 8}
 WARPS, OUTPUTS = 8, 16
-BLOCKS = 2  # of an SM
+BLOCKS = 2  # of an SM, beside which the next kernel's first ones have room
+RESIDENT = 3  # that the registers allow
 KINDS = {"int4": 0, "e4m3": 1}
 DEPTHS = {"int4": 4, "e4m3": 3}  # records in flight for each warp
 MOST_SLICES = 8
+ROOM = 100_000  # bytes of shared memory of a block at most
 
 
 @dataclass(frozen=True)
@@ -30,15 +40,21 @@ class Cut:
     shared: int
 
 
+def ring_bytes(kind: str) -> int:
+    """Shared memory of the records in flight of a block."""
+    return WARPS * DEPTHS[kind] * (1024 if kind == "int4" else 2048)
+
+
 @cache
-def cut(n: int, units: int, tokens: int, groups: int, sms: int, room: int) -> Cut:
+def cut(n: int, units: int, tokens: int, groups: int, ring: int, sms: int, room: int) -> Cut:
     """The division with the least work for the block that has most. `tokens` is a size of `source`, so that it does not
-    depend on how many tokens there are; `groups` scales a unit; `room` bytes of shared memory of a block at most."""
+    depend on how many tokens there are; `groups` scales a unit; `ring` bytes of records in flight,
+    `room` bytes of shared memory of a block at most."""
     tiles, best = -(-n // OUTPUTS), None
     for slices in range(1, MOST_SLICES + 1):
         ranges = max(1, min(tiles, BLOCKS * sms // slices))
         longest = -(-units // slices)
-        shared = longest * tokens * (2 * BLOCK_K + 4 * groups) + 2 * WARPS * tokens * 17 * 4
+        shared = longest * tokens * (2 * BLOCK_K + 4 * groups) + 2 * WARPS * tokens * 17 * 4 + ring
         if (slices > 1 and units // slices < WARPS) or shared > room:
             continue
         work = -(-tiles // ranges) * longest * (1.0 if slices == 1 else 1.03)
@@ -52,8 +68,8 @@ def source(kind: str, bf16: bool, tiles: int, steps: int, scales: torch.dtype, m
     """For `tiles` of 8 tokens; `steps` of 16 k share a scale, at most 8."""
     bits = 32 if scales == torch.float32 else 16
     defines = {"KIND": KINDS[kind], "BF16": int(bf16), "TILES": tiles, "DEPTH": DEPTHS[kind], "GROUP_STEPS": steps}
-    defines |= {"SCALE_BITS": bits, "SCALE_BF16": int(scales == torch.bfloat16), "MINIMA": minima, "MIN_BLOCKS": BLOCKS}
-    return Source("stream.cu", tuple(defines.items()), headers=False)
+    defines |= {"SCALE_BITS": bits, "SCALE_BF16": int(scales == torch.bfloat16), "MINIMA": minima, "MIN_BLOCKS": RESIDENT}
+    return Source("stream.cu", tuple(defines.items()), ROOM, headers=False)
 
 
 @dataclass
@@ -61,12 +77,8 @@ class Streamer:
     """Launches the kernels on one device."""
 
     sms: int
-    room: int
     arrived: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     partial: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
-
-    def fits(self, x: torch.Tensor, weight: Records) -> bool:
-        return 0 < x.shape[0] <= MOST and weight.kind in KINDS and -(-weight.k // BLOCK_K) >= WARPS and weight.k % 8 == 0
 
     def run(self, x: torch.Tensor, weight: Records) -> torch.Tensor:
         """`x w^T + bias` of at most MOST tokens; x [tokens, k] -> [tokens, n]."""
@@ -78,9 +90,11 @@ class Streamer:
         steps = 8 if whole else min(8, weight.group // 16)
         shift = 30 if whole else max(0, (weight.group // BLOCK_K).bit_length() - 1)
         minima = 0 if m is None else 1 if m.dtype == torch.int16 else 2
-        at = cut(n, units, 8 * tiles, 8 // steps, self.sms, self.room)
-        code = replace(source(weight.kind, x.dtype == torch.bfloat16, tiles, steps, s.dtype, minima), shared=at.shared)
+        at = cut(n, units, 8 * tiles, 8 // steps, ring_bytes(weight.kind), self.sms, ROOM)
+        code = source(weight.kind, x.dtype == torch.bfloat16, tiles, steps, s.dtype, minima)
         kernel = launch.load(code, "stream", ARGS)
+        if x.is_meta:  # compiled ahead
+            return out
         x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
         partial, arrived = out, out
         if at.slices > 1:
@@ -93,6 +107,7 @@ class Streamer:
             x.stride(0),
             *(rows, n, k, units, at.slices, shift, s.shape[1]),
             dependent=True,
+            shared=at.shared,
         )
         return out
 
@@ -104,3 +119,49 @@ class Streamer:
         if not kept or kept[-1].numel() < size:
             kept.append(torch.empty(size, dtype=torch.float32, device=device))
         return kept[-1], self.arrived[device]
+
+
+def bind(device: DeviceProfile, problem: Problem) -> Bound:
+    """The op `linear`: this kernel for few tokens, and Triton's for others."""
+    from offroad.triton_kernels.linear_run import card_of, run
+
+    streamer, others = Streamer(device.units), partial(run, on=card_of(device))
+
+    def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+        few = FASTER.get(getattr(weight, "kind", ""), 0)
+        if not 0 < x.shape[0] <= few or weight.perm is not None:
+            return others(x, weight)
+        return streamer.run(x, weight)
+
+    return linear
+
+
+def _limits(layout: str) -> Callable[[Problem], str | None]:
+    others = limits_of(layout)
+
+    def limits(problem: Problem) -> str | None:
+        k = problem.size("k")
+        if -(-k // BLOCK_K) < WARPS or k % 8:
+            return f"needs k of {BLOCK_K * (WARPS - 1) + 8} or more, a multiple of 8; asked: {k}"
+        return others(problem)
+
+    return limits
+
+
+def _kernel(layout: str, name: str) -> CudaKernel:
+    return CudaKernel(
+        name,
+        "linear",
+        bind,
+        _limits(layout),
+        lambda problem: ROOM,
+        frozenset({"bias"}),
+        layout=layout,
+        cost=0.9,
+        oldest=(8, 0),
+        dtypes=frozenset({"bfloat16", "float16"}),
+        reason="few tokens: CUDA C++, weights stream through registers; more: the Triton kernel",
+    )
+
+
+KERNELS = (_kernel(W4, "cuda.linear_w4"), _kernel(W8, "cuda.linear_w8"))

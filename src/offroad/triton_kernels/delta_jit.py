@@ -8,7 +8,7 @@ still reads: `store_columns_kernel` does so afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -129,14 +129,18 @@ def gated_delta(
     weights: DeltaWeights,
     eps: float,
     tiles: Tiles,
+    step: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone."""
+    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone; `step`
+    is another kernel for them."""
     qkvz, ba = (t if t.stride(1) == 1 else t.contiguous() for t in (qkvz, ba))
     out = torch.empty((qkvz.shape[0], spec.value_width), dtype=qkvz.dtype, device=qkvz.device)
     count = len(rows.slot)
     places = (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t)
     ring, kept = conv.data, state.data
-    if rows.verify:
+    if rows.verify and step is not None:
+        step(qkvz, ba, conv, state, rows, spec, weights, eps, out)
+    elif rows.verify:
         step_kernel[(rows.verify, spec.value_heads)](
             qkvz, ba, ring, kept, *places, weights.conv, weights.a_log, weights.dt_bias, weights.norm, out,
             qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), conv.capacity,

@@ -40,11 +40,29 @@ __device__ __forceinline__ u32 scaled2(u32 x, u32 factor) {
     return out;
 }
 
-__device__ __forceinline__ uint4 streamed(const uint4* at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at));
+// 16 bytes from memory into shared memory, seen by this thread once `copies_but` has waited for them.
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void copies_so_far() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all groups but the last N.
+template <int N>
+__device__ __forceinline__ void copies_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ u32 streamed_word(const u32* at) {
+    u32 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ u32 streamed_half(const u16* at) {
+    u16 v;
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(v) : "l"(at));
     return v;
 }
 

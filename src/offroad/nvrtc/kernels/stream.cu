@@ -33,10 +33,13 @@ struct Args {
 
 extern __shared__ __align__(16) unsigned char shared[];
 
-__device__ __forceinline__ float number(const void* from, i64 at, int bits) {
-    if (bits == 32) return ((const float*)from)[at];
-    const u16 half = ((const u16*)from)[at];
-    return half_number_of(half, SCALE_BF16);
+// Bits of a scale, and their number: what is loaded ahead is not touched before it is used.
+__device__ __forceinline__ u32 scale_bits(const void* from, i64 at) {
+    return SCALE_BITS == 32 ? streamed_word((const u32*)from + at) : streamed_half((const u16*)from + at);
+}
+
+__device__ __forceinline__ float scale_number(u32 bits) {
+    return SCALE_BITS == 32 ? __uint_as_float(bits) : half_number_of((u16)bits, SCALE_BF16);
 }
 
 // The operand of 16 outputs by 16 k out of word `step` of a lane's loads.
@@ -63,9 +66,8 @@ __device__ __forceinline__ void operand(u32 (&a)[4], u32 low, u32 high) {
     }
 }
 
-struct Record {
-    uint4 words[LOADS];
-    float scales[GROUPS][2], minima[GROUPS][2];
+struct Scales {
+    u32 scales[GROUPS][2], minima[GROUPS][2];  // bits
 };
 
 // A lane's part of a record, and where its next one is: of 16-output tile `tile` and 128 k `unit`.
@@ -88,9 +90,10 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ void load(const Args& p, Record& r, const Place& at, int lane) {
+// Starts the loads of a record: words go to `to`, where the lane itself will read them, scales into registers.
+__device__ __forceinline__ void load(const Args& p, uint4* to, Scales& r, const Place& at, int lane) {
 #pragma unroll
-    for (int i = 0; i < LOADS; i++) r.words[i] = streamed(at.words + i * 32);
+    for (int i = 0; i < LOADS; i++) copy_async(to + i * 32, at.words + i * 32);
     const int row = at.tile * 16 + lane / 4;
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
@@ -98,40 +101,52 @@ __device__ __forceinline__ void load(const Args& p, Record& r, const Place& at, 
         const i64 place = (i64)group * p.scale_row + row;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            r.scales[g][i] = number(p.scales, place + 8 * i, SCALE_BITS);
-            if (MINIMA == 1) r.minima[g][i] = (float)((const short*)p.minima)[place + 8 * i];
-            if (MINIMA == 2) r.minima[g][i] = number(p.minima, place + 8 * i, SCALE_BITS);
+            r.scales[g][i] = scale_bits(p.scales, place + 8 * i);
+            if (MINIMA == 1) r.minima[g][i] = streamed_half((const u16*)p.minima + place + 8 * i);
+            if (MINIMA == 2) r.minima[g][i] = scale_bits(p.minima, place + 8 * i);
         }
     }
 }
 
 // x of a slice, [unit][half][2 words of steps][token][lane % 4] of 16 bytes, and its sums over groups.
 __device__ __forceinline__ void stage(const Args& p, u32* xs, float* sums, int first, int units) {
-    const int pieces = units * 16;
-    for (int i = threadIdx.x; i < p.tokens * pieces; i += THREADS) {
-        const int token = i / pieces, piece = i % pieces, k = first * UNIT + piece * 8;
-        uint4 v = make_uint4(0, 0, 0, 0);
-        if (k < p.k) v = *(const uint4*)(p.x + token * p.x_row + k);
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-        const int quarter = piece / 4, word = piece % 4;  // 32 k; 8 of them
-        float sum = 0.f;
+    constexpr int AT_ONCE = 4;
+    const int pieces = units * 16, all = p.tokens * pieces;
+    for (int begin = threadIdx.x; begin < all; begin += AT_ONCE * THREADS) {
+        uint4 v[AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            xs[((quarter * p.tokens + token) * 4 + j) * 4 + word] = words[j];
-            sum += half_number((u16)words[j]) + half_number((u16)(words[j] >> 16));
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = begin + j * THREADS, token = i / pieces, k = first * UNIT + i % pieces * 8;
+            v[j] = make_uint4(0, 0, 0, 0);
+            if (i < all && k < p.k) v[j] = *(const uint4*)(p.x + token * p.x_row + k);
         }
-        if (KIND == 0 || MINIMA) {
 #pragma unroll
-            for (int d = 1; d < 2 * GROUP_STEPS; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
-            if (piece % (2 * GROUP_STEPS) == 0) sums[piece / (2 * GROUP_STEPS) * p.tokens + token] = sum;
+        for (int j = 0; j < AT_ONCE; j++) {
+            const int i = begin + j * THREADS, token = i / pieces, piece = i % pieces;
+            if (begin - threadIdx.x + j * THREADS >= all) break;
+            const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
+            const int quarter = piece / 4, word = piece % 4;  // 32 k; 8 of them
+            float sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                if (i < all) xs[((quarter * p.tokens + token) * 4 + w) * 4 + word] = words[w];
+                sum += half_number((u16)words[w]) + half_number((u16)(words[w] >> 16));
+            }
+            if (KIND == 0 || MINIMA) {
+#pragma unroll
+                for (int d = 1; d < 2 * GROUP_STEPS; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
+                if (i < all && piece % (2 * GROUP_STEPS) == 0) sums[piece / (2 * GROUP_STEPS) * p.tokens + token] = sum;
+            }
         }
     }
 }
 
-__device__ __forceinline__ void multiply(const Args& p, float (&acc)[TILES][4], const Record& r, const u32* xs,
+__device__ __forceinline__ void multiply(const Args& p, float (&acc)[TILES][4], const uint4* from, const Scales& r, const u32* xs,
                                          const float* sums, int unit, int lane) {
     const int quad = lane % 4;
-    uint4 b[TILES];
+    uint4 b[TILES], words[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) words[i] = from[i * 32];
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
         float part[TILES][4], total[TILES][2];
@@ -155,8 +170,8 @@ __device__ __forceinline__ void multiply(const Args& p, float (&acc)[TILES][4], 
                 }
             }
             u32 a[4];
-            const uint4& low = r.words[KIND == 0 ? step / 4 : step / 4 * 2];
-            const uint4& high = r.words[KIND == 0 ? step / 4 : step / 4 * 2 + 1];
+            const uint4& low = words[KIND == 0 ? step / 4 : step / 4 * 2];
+            const uint4& high = words[KIND == 0 ? step / 4 : step / 4 * 2 + 1];
             const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
             operand(a, lows[step % 4], highs[step % 4]);
 #pragma unroll
@@ -164,12 +179,16 @@ __device__ __forceinline__ void multiply(const Args& p, float (&acc)[TILES][4], 
                 mma16816(part[t], a, step % 2 ? b[t].z : b[t].x, step % 2 ? b[t].w : b[t].y);
         }
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int i = 0; i < 4; i++) {
+            const float scale = scale_number(r.scales[g][i / 2]);
+            const u32 bits = r.minima[g][i / 2];
+            const float minimum = MINIMA == 1 ? (float)(short)bits * scale : MINIMA == 2 ? scale_number(bits) : 0.f;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                acc[t][i] += part[t][i] * r.scales[g][i / 2];
-                if (MINIMA) acc[t][i] += total[t][i % 2] * r.minima[g][i / 2] * (MINIMA == 1 ? r.scales[g][i / 2] : 1.f);
+            for (int t = 0; t < TILES; t++) {
+                acc[t][i] += part[t][i] * scale;
+                if (MINIMA) acc[t][i] += total[t][i % 2] * minimum;
             }
+        }
     }
 }
 
@@ -199,16 +218,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stream(const _
     const int slice = blockIdx.x % p.slices, range = blockIdx.x / p.slices, ranges = gridDim.x / p.slices;
     const int tiles = (p.n + 15) / 16, first = (int)((i64)tiles * range / ranges), last = (int)((i64)tiles * (range + 1) / ranges);
     const int unit0 = (int)((i64)p.units * slice / p.slices), units = (int)((i64)p.units * (slice + 1) / p.slices) - unit0;
-    u32* xs = (u32*)shared;
+    uint4* ring = (uint4*)shared + warp * (DEPTH * LOADS * 32) + lane;
+    u32* xs = (u32*)((uint4*)shared + WARPS * DEPTH * LOADS * 32);
     float* sums = (float*)(xs + units * p.tokens * 64);
     float* room = sums + (KIND == 0 || MINIMA ? units * GROUPS * p.tokens : 0);
 
-    Record records[DEPTH];
+    Scales scales[DEPTH];
     Place ahead = {first, unit0 + warp}, here = ahead;
     ahead.find(p, lane);
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
-        if (ahead.tile < last) load(p, records[d], ahead, lane);
+        if (ahead.tile < last) load(p, ring + d * LOADS * 32, scales[d], ahead, lane);
+        copies_so_far();
         ahead.next(p, unit0, units, lane);
     }
     take_turn();
@@ -221,8 +242,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stream(const _
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (here.tile >= last) break;
-            multiply(p, acc, records[d], xs, sums, here.unit - unit0, lane);
-            if (ahead.tile < last) load(p, records[d], ahead, lane);
+            copies_but<DEPTH - 1>();
+            multiply(p, acc, ring + d * LOADS * 32, scales[d], xs, sums, here.unit - unit0, lane);
+            if (ahead.tile < last) load(p, ring + d * LOADS * 32, scales[d], ahead, lane);
+            copies_so_far();
             ahead.next(p, unit0, units, lane);
             const int tile = here.tile;
             here.unit += WARPS;
