@@ -20,6 +20,7 @@ from offroad.settings import Settings  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 129, 200)
 SAMPLING = (
     dict(temperature=0.0),
     dict(temperature=0.8),
@@ -36,10 +37,8 @@ def serve(engine: Engine, requests: int, seed: int) -> int:
     waiting = [
         Request(
             id=f"{seed}-{i}",
-            prompt_ids=[
-                source.randrange(3, 290) for _ in range(source.choice((1, 2, 15, 16, 17, 33, 64, 65, 129, 200)))
-            ],
-            params=SamplingParams(max_tokens=source.randrange(1, 24), ignore_eos=True, **SAMPLING[i % len(SAMPLING)]),
+            prompt_ids=[source.randrange(3, 290) for _ in range(source.choice(LENGTHS))],
+            params=SamplingParams(max_tokens=source.randrange(2, 24), ignore_eos=True, **SAMPLING[i % len(SAMPLING)]),
             seed=i,
         )
         for i in range(requests)
