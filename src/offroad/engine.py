@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device
@@ -21,6 +22,7 @@ from offroad.models.registry import Resolved
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
+from offroad.run import warm
 from offroad.run.bind import prepare
 from offroad.run.guides import Guides
 from offroad.run.runner import Runner
@@ -113,13 +115,22 @@ class Engine:
             packers(),
             lambda done, note: report("load", done, note),
         )
-        self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
+        self.runner = Runner(
+            self.plan,
+            spec,
+            resolved.model(),
+            weights,
+            bounds,
+            device,
+            progress=lambda done, note: report("prepare", done, note),
+        )
         self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
         self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
         self.info = self._info(time.perf_counter() - began, resolved.spec.vocab)
+        warm.begin(self.runner)
         report("load", 1.0, "ready")
 
     def _scheduler(self) -> Scheduler:
@@ -217,7 +228,7 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        return self.scheduler.stats()
+        return structs.replace(self.scheduler.stats(), late_compilations=warm.late(self.plan))
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

@@ -22,6 +22,7 @@ from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.guides import Guides
 from offroad.run.rows import Rows
 from offroad.run.transfer import Download
+from offroad.run.warm import Parts, Progress, prepare_triton, uses_triton
 from offroad.sample.logprobs import logprobs
 from offroad.sample.masks import Masks
 from offroad.sample.sampler import Sampler
@@ -46,11 +47,14 @@ class Runner:
         bounds: dict[Cell, Bound],
         device: torch.device,
         recorder: Recorder | None = None,
+        progress: Progress = lambda fraction, note: None,
     ) -> None:
-        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here."""
+        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here, when all that the plan's steps can
+        launch has been compiled: `progress` is told how far that is, `compiled` how much it was."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
+        plain = fused_draw(plan.device)
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, plain)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
         self.guides: Guides | None = None  # until the engine brings what compiles grammars
@@ -58,6 +62,11 @@ class Runner:
         self.results: deque[Callable[[], StepResult]] = deque()
         self.download = Download(device, plan.depth + 1)
         self.graphs: Graphs | None = None
+        self.compiled = ""
+        if uses_triton(plan) and device.type == "cuda":
+            proposer = self.drafting.proposer if self.drafting is not None else None
+            parts = Parts(plan, model, self.ops, self.arrays, proposer, plain, spec.vocab)
+            self.compiled = prepare_triton(parts, progress)
         if plan.graphs.rows:
             self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
 

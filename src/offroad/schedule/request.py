@@ -79,3 +79,4 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     accepted_by_place: list[int] = []
     steps: int = 0
     step_seconds: float = 0.0
+    late_compilations: int = 0

@@ -12,7 +12,8 @@ import torch
 
 from offroad.models.registry import Model
 from offroad.ops.bound import Ops
-from offroad.speculate.proposer import Device, Turn, chain, rows_of_slots
+from offroad.run.rows import Rows
+from offroad.speculate.proposer import Device, Turn, Twin, chain, rows_of_slots
 
 
 class DraftModelProposer:
@@ -43,6 +44,11 @@ class DraftModelProposer:
         self.last = self.model.forward(own, self.ops["decode" if verify == len(slot) else "prefill"])
         if len(begun := slot[wants & (pending == 0)]):
             self.last = torch.cat((self.last, self._advance(begun, self.arrays.length[begun])))
+
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """A pass of the model, and its head."""
+        ops = twin(self.ops[phase])
+        ops.logits(self.model.forward(rows, ops))
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Drafts one after the other. Their rows lie past the length; the next `follow` writes over those of drafts

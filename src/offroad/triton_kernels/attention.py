@@ -162,7 +162,7 @@ def _store(
     k_fresh, v_fresh = fresh or (k_pages, v_pages)
     k_scale, v_scale = (rows.start_t if x is None else x for x in (view.k_scale, view.v_scale))
     widest = int(rows.width.max())
-    tokens = min(16, 1 << (widest - 1).bit_length())
+    tokens = 1 if widest == 1 else 16  # few sizes, each of which is compiled
     kv_heads, dim = k.shape[1:]
     store_rows[(len(rows.slot), -(-widest // tokens), kv_heads)](
         k, v, k_pages, v_pages, k_fresh, v_fresh,

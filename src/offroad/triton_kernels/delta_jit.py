@@ -21,6 +21,7 @@ from offroad.triton_kernels import delta_chunk_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
 from offroad.triton_kernels.delta import Tiles
+from offroad.triton_kernels.kv_rows import LISTS
 
 COLUMNS = 1024  # columns of a program that stores them
 
@@ -43,7 +44,7 @@ def _column(
     return (total * tl.sigmoid(total)).to(kind).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def step_kernel(
     qkvz, ba, ring, states, slots, starts, widths, offsets, taps, a_log, dt_bias, norm, out,
     stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, state_stride, state_capacity, eps,
@@ -98,7 +99,7 @@ def step_kernel(
         tl.store(out + token * (HEADS * DV) + head * DV + value, y.to(out.dtype.element_ty), mask=live_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def store_columns_kernel(
     qkvz, ring, slots, starts, widths, offsets, stride, ring_slot, ring_stride, channels,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

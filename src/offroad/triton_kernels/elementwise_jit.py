@@ -45,7 +45,7 @@ def output_gate_kernel(x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexp
     tl.store(out + row * size + at, (value * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def embed_kernel(ids, weight, out, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [tokens, size] = rows `ids` of weight [n, size], rounded to out's type before and after the scale."""
     take_turn(PDL)

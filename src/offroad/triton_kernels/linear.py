@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -51,15 +52,16 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.triton_kernels.linear_run import run
+    from offroad.triton_kernels.linear_run import card_of, run
 
-    return run
+    return partial(run, on=card_of(device))
 
 
 def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_grouped import grouped
+    from offroad.triton_kernels.linear_run import card_of
 
-    return grouped
+    return partial(grouped, on=card_of(device))
 
 
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:

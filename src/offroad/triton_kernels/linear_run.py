@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from offroad.device.profile import DeviceProfile
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_jit
 from offroad.triton_kernels.dependent import launching
@@ -117,6 +118,11 @@ def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: t
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), wanted), stages=stages)
 
 
+def card_of(profile: DeviceProfile) -> Card:
+    """The card that a plan is for: which tile a launch takes is known without it."""
+    return Card(profile.units, profile.compute_capability is not None and profile.compute_capability[0] == 9)
+
+
 @cache
 def card(device: torch.device) -> Card:
     """The device that tensors on `device` are on; a small one for the interpreter."""
@@ -151,13 +157,14 @@ def run(
     invariant: bool = False,
     dense_from: int = DENSE_FROM,
     choice: Tile | None = None,
+    on: Card | None = None,
 ) -> torch.Tensor:
     """`x w^T + bias`; x [tokens, k] -> [tokens, n].
 
     By the number of rows: few have a tile as narrow as they are, more several tiles of 64 beside each other, and from
     `dense_from` on the weight is dequantised into memory for torch's GEMM. `invariant` pins one tile and one split of k
     for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
-    operations at many. `choice` is a tile to measure.
+    operations at many. `choice` is a tile to measure, `on` the card (None: that of x).
     """
     if "w" in weight.tensors:
         return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
@@ -171,7 +178,7 @@ def run(
     if rows:
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
-        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), card(x.device), x.dtype)
+        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
         launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
     return y
 

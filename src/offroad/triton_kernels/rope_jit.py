@@ -57,7 +57,7 @@ def _rotated(
     return tl.where(turns[None], x * cos + other * sin, x).to(kind)
 
 
-@triton.jit(do_not_specialize=["tokens", "position_stride"])
+@triton.jit(do_not_specialize=["tokens", "position_stride"], do_not_specialize_on_alignment=["positions"])
 def qkv_rope_kernel(
     qkv, positions, table, q_weight, k_weight, q, k, v, tokens, stride, position_stride, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, Q_STEP: tl.constexpr, ROPE: tl.constexpr,
