@@ -44,10 +44,10 @@ def _silent(phase: str, fraction: float, note: str) -> None:
     """Nobody watches the loading."""
 
 
-def make_plan(settings: Settings, source: Source) -> Plan:
-    """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    device = resolve_device(settings)
-    return _plan(settings, *attach(settings, source), device)
+def make_plan(settings: Settings, source: Source, device: DeviceProfile | None = None) -> Plan:
+    """The plan of a checkpoint under these settings; reads headers only. `device` None: the one that the settings name.
+    Raises ModelError, PlanError."""
+    return _plan(settings, *attach(settings, source), device or resolve_device(settings))
 
 
 def _plan(settings: Settings, resolved: Resolved, source: Source, device: DeviceProfile) -> Plan:
