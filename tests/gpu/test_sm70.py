@@ -23,7 +23,7 @@ import sm70_weight_cases as weight_cases  # noqa: E402
 
 from offroad.device.profile import load_profile  # noqa: E402
 from offroad.models.spec import AttentionSpec, GatedDeltaSpec, RopeSpec  # noqa: E402
-from offroad.nvrtc import attention, compile, delta, linear, rows  # noqa: E402
+from offroad.nvrtc import attention, compile, delta, linear, rows, workspace  # noqa: E402
 from offroad.nvrtc.pack import pack  # noqa: E402
 from offroad.ops import activation, norm, rope  # noqa: E402
 from offroad.ops.attention import TOLERANCE as ATTENTION  # noqa: E402
@@ -54,6 +54,12 @@ WEIGHT_CASES = (
     weight_cases.Case("affine4", 2048, 5120, 128, 300, bias=True),
     weight_cases.Case("fp8", 5120, 6144, 128, 4),
     weight_cases.Case("fp4", 1024, 5120, 16, 20),
+)
+MANY_CASES = (
+    weight_cases.Case("affine4", 5000, 5120, 128, 600, bias=True),
+    weight_cases.Case("fp8", 2048, 1168, 128, 513),
+    weight_cases.Case("fp4", 3000, 544, 16, 700),
+    weight_cases.Case("affine8", 1500, 2048, 128, 1024, whole=False),
 )
 
 
@@ -121,6 +127,21 @@ def test_linear(case: weight_cases.Case):
     tensors = {name: tensor.cuda() for name, tensor in packed.tensors.items()}
     packed = replace(packed, tensors=tensors, bias=None if packed.bias is None else packed.bias.cuda())
     bound, x = linear.bind(V100, case.problem), x.cuda()
+    close(same_bits(lambda: bound(x, packed)), wanted, LINEAR["float16"])
+
+
+@pytest.mark.parametrize("case", MANY_CASES, ids=str)
+def test_linear_through_a_workspace(case: weight_cases.Case, monkeypatch):
+    """Slabs of columns that do not divide the weight."""
+    weight = weight_cases.weight(case)
+    packed, x = pack(weight), weight_cases.tokens(case).cuda()
+    assert case.tokens >= workspace.CROSSOVER
+    monkeypatch.setattr(workspace, "WORKSPACE", 2 * case.k * 32 * 37)
+    wanted = x.double() @ dequantise(weight).cuda().double().T
+    wanted = wanted if packed.bias is None else wanted + packed.bias.cuda().double()
+    tensors = {name: tensor.cuda() for name, tensor in packed.tensors.items()}
+    packed = replace(packed, tensors=tensors, bias=None if packed.bias is None else packed.bias.cuda())
+    bound = linear.bind(V100, replace(case.problem, phase="prefill"))
     close(same_bits(lambda: bound(x, packed)), wanted, LINEAR["float16"])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offroad.device.profile import DeviceProfile
-from offroad.nvrtc import launch
+from offroad.nvrtc import launch, workspace
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.kernel import VOLTA, CudaKernel
 from offroad.nvrtc.launch import LaunchError
@@ -84,12 +84,17 @@ def _linears(device: DeviceProfile, problem: Problem, sizes: tuple[int, ...]) ->
 
 
 def bind(device: DeviceProfile, problem: Problem) -> Bound:
-    """The op `linear`."""
+    """The op `linear`; chunks of many tokens take the way through a workspace."""
     linears = _linears(device, problem, TILES)
+    many = None
+    if problem.phase == "prefill":
+        many = workspace.Dequantiser.of(linears.kind, linears.scales)
 
     def linear(x: torch.Tensor, weight: LaneTiles) -> torch.Tensor:
         x = _usable(x)
         _check(x, weight, linears)
+        if many is not None and x.shape[0] >= workspace.CROSSOVER:
+            return many.linear(x, weight)
         out = torch.empty((x.shape[0], weight.n), dtype=x.dtype, device=x.device)
         linears.run(x, weight, out, None)
         return out
@@ -168,9 +173,23 @@ def _shared(problem: Problem) -> int:
     return max(source(kind, tiles).shared for kind in NUMBERS for tiles in TILES)
 
 
+def _workspace(problem: Problem) -> int:
+    return workspace.workspace(problem.size("n"), problem.size("k")) if problem.phase == "prefill" else 0
+
+
 _ONLY = frozenset({VOLTA})  # elsewhere m8n8k4 is scalar code, but for 7.5
 KERNELS = (
-    CudaKernel("cuda.sm70_linear", "linear", bind, limits, _shared, frozenset({"bias"}), _ONLY, LAYOUT),
+    CudaKernel(
+        "cuda.sm70_linear",
+        "linear",
+        bind,
+        limits,
+        _shared,
+        frozenset({"bias"}),
+        _ONLY,
+        LAYOUT,
+        workspace=_workspace,
+    ),
     CudaKernel(
         "cuda.sm70_grouped_linear", "grouped_linear", bind_grouped, grouped_limits, _shared, frozenset(), _ONLY, LAYOUT
     ),
