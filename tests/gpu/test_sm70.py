@@ -36,6 +36,7 @@ from offroad.run.rows import RingView  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 V100, RUNS = load_profile("v100-32gb"), 100
+PHASES = ("prefill", "decode")
 PROBLEM = Problem("", "decode", "float16")
 ATTENTION_CASES = (
     *attention_cases.CASES,
@@ -146,12 +147,17 @@ def test_linear_through_a_workspace(case: weight_cases.Case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spec", [GatedDeltaSpec(2, 6, 16, 16, 4, "sigmoid"), GatedDeltaSpec(16, 48, 128, 128, 4)], ids=str
+    "spec",
+    [
+        GatedDeltaSpec(2, 6, 16, 16, 4, "sigmoid"),
+        GatedDeltaSpec(16, 48, 128, 128, 4),
+    ],
+    ids=str,
 )
 def test_gated_delta(spec: GatedDeltaSpec):
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
     sizes = tuple(sorted((name, getattr(spec, name)) for name in names))
-    bound = delta.bind(V100, Problem("gated_delta", "decode", "float16", sizes=sizes))
+    bounds = {phase: delta.bind(V100, Problem("gated_delta", phase, "float16", sizes=sizes)) for phase in PHASES}
     weights = delta_cases.weights_of(spec)
     weights = replace(weights, **{name: getattr(weights, name).cuda() for name in ("conv", "a_log", "dt_bias", "norm")})
     qkvz, ba = (x.half().cuda() for x in delta_cases.inputs_of(spec, 900))
@@ -176,7 +182,7 @@ def test_gated_delta(spec: GatedDeltaSpec):
         x, gates = torch.cat([p.qkvz for p in parts]), torch.cat([p.ba for p in parts])
         before = [ring.data.clone() for ring in mine]
 
-        def again(x=x, gates=gates, step=step, before=before) -> torch.Tensor:
+        def again(x=x, gates=gates, step=step, before=before, bound=bounds[PHASES[not chunks]]) -> torch.Tensor:
             for ring, kept in zip(mine, before, strict=True):
                 ring.data.copy_(kept)
             return bound(x, gates, *mine, step, spec, weights, 1e-6)

@@ -101,6 +101,13 @@ def _delta() -> Iterator[Variant]:
         yield Variant(made, "convolve", f"1 token, {channels} channels", channels * (2 * 5 + 16), 8 * channels)
         state = heads * dim * dim
         yield Variant(made, "rule", f"1 token, {heads} heads", 2 * 4 * state, 7 * state)
+        chunk, part, width = delta.chunk_source(dim, dim), delta.PART, heads * dim
+        blocks = heads * -(-dim // delta.slice_of(dim))
+        # A part and block: two products of keys, and for each of its columns three with the state, two with a matrix.
+        each = 2 * part * (2 * part * dim + delta.slice_of(dim) * (3 * dim + 2 * part))
+        moved = CHUNK * (channels * 2 + width * 2) + 2 * 4 * state
+        yield Variant(chunk, "chunk", f"{CHUNK} tokens, {heads} heads", moved, CHUNK // part * blocks * each, True)
+        yield Variant(chunk, "gated_norm", f"{CHUNK} tokens, {heads} heads", CHUNK * width * 6, CHUNK * width * 8)
 
 
 def _rows() -> Iterator[Variant]:
