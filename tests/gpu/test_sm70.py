@@ -131,6 +131,24 @@ def test_linear(case: weight_cases.Case):
     close(same_bits(lambda: bound(x, packed)), wanted, LINEAR["float16"])
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rows", [3, 40, 600])
+def test_experts(rows: int, phase: str):
+    """Chunks sort their rows by expert; most experts have few, and one most."""
+    case = weight_cases.Case("affine4", 16 * 256, 1024, 128, rows)
+    problem = replace(case.problem, op="grouped_linear", phase=phase, sizes=(("experts", 16), ("k", 1024), ("n", 4096)))
+    experts = torch.stack((torch.arange(rows) % 15, torch.full((rows,), 15)), dim=1).cuda()
+    experts[: rows // 2, 0] = 3
+    packed, x = pack(weight_cases.weight(case)), weight_cases.tokens(case).cuda()
+    packed = replace(packed, tensors={name: tensor.cuda() for name, tensor in packed.tensors.items()})
+    w = dequantise(weight_cases.weight(case)).view(16, 256, 1024).cuda().double()
+    wanted = torch.stack(
+        [torch.stack([w[e] @ row.double() for e in pair]) for pair, row in zip(experts, x, strict=True)]
+    )
+    bound = linear.bind_grouped(V100, problem)
+    close(same_bits(lambda: bound(x, experts, packed, 16)), wanted, LINEAR["float16"])
+
+
 @pytest.mark.parametrize("case", MANY_CASES, ids=str)
 def test_linear_through_a_workspace(case: weight_cases.Case, monkeypatch):
     """Slabs of columns that do not divide the weight."""

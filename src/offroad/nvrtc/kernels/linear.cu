@@ -24,7 +24,9 @@ struct Args {
     const void* scales;    // [n / 32, groups, 32] of halves, or of (scale, zero) pairs for integers
     float* partial;        // [splits, tokens, n]
     u32* tickets;          // one a block of the output, 0 between launches
-    const i64* experts;    // of each row of the output; null: one matrix for all
+    const i64* experts;    // of each row of the output, a block for each; null: one matrix for all, or `parts`
+    const int* parts;      // of each block: its expert, where its rows begin in `order`, how many they are; or null
+    const i64* order;      // rows of the output by expert
     i64 x_row;
     int tokens, n, k, group, groups, splits;
     float alpha;  // what scales were divided by
@@ -33,15 +35,20 @@ struct Args {
 
 extern __shared__ __align__(16) unsigned char shared[];
 
-// The row of the output that row `r` of the block is; with experts a block has one.
+// The row of the output that row `r` of the block is.
 __device__ __forceinline__ int token_of(const Args& p, int r) {
     if (p.experts) return r == 0 ? blockIdx.y : p.tokens;
+    if (p.parts) {
+        const int begin = __ldg(p.parts + 3 * blockIdx.y + 1), count = __ldg(p.parts + 3 * blockIdx.y + 2);
+        return r < count ? (int)__ldg(p.order + begin + r) : p.tokens;
+    }
     return blockIdx.y * M + r;
 }
 
 // What numbers of columns are counted from: the tile of the block's expert, or 0.
 __device__ __forceinline__ int first_tile(const Args& p) {
-    return p.experts ? (int)p.experts[blockIdx.y] * (p.n / 32) : 0;
+    if (p.experts) return (int)p.experts[blockIdx.y] * (p.n / 32);
+    return p.parts ? p.parts[3 * blockIdx.y] * (p.n / 32) : 0;
 }
 
 struct Stage {
@@ -141,9 +148,10 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (threadIdx.x == 0) *ticket = 0;
 }
 
-// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert), splits of k.
+// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert, or up to M of its), splits of k.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear(const Args p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / WN, tile = blockIdx.x * WN + warp % WN;
+    if (p.parts && p.parts[3 * blockIdx.y + 2] == 0) return;  // more blocks than there are parts
     const int base = first_tile(p);
     const int steps = (p.k + ROW - 1) / ROW, each = ceil_div(steps, p.splits);
     const int begin = blockIdx.z * each, end = min(steps, begin + each);
