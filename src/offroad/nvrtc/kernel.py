@@ -18,7 +18,8 @@ class CudaKernel:
 
     `limits` says why a problem is not for it (None: it is), `shared` gives the bytes of shared memory of its largest
     tile, `bind` the callable for a problem, `layout` the packed layout of weights that it reads, `cost` orders it among
-    candidates. `capabilities` are those whose instructions it is written for.
+    candidates. `capabilities` are those whose instructions it is written for, `workspace` gives the bytes that a call
+    takes besides its output.
     """
 
     name: str
@@ -34,6 +35,7 @@ class CudaKernel:
     layout: str = ""
     cost: float = 1.0
     reference: bool = False
+    workspace: Callable[[Problem], int] = lambda problem: 0
     capturable: bool = True  # lengths are read on the device, grids depend on a step's shape
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
@@ -50,7 +52,7 @@ class CudaKernel:
         needed, there = self.shared(problem), device.shared_per_block
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
-        return Verdict(True, self.reason, cost=self.cost, layout=self.layout)
+        return Verdict(True, self.reason, self.cost, self.layout, self.workspace(problem))
 
     def _wrong_device(self, device: DeviceProfile) -> str | None:
         has = device.compute_capability or (0, 0)

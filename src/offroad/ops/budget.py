@@ -276,14 +276,16 @@ def divide(
     block: int,
     k: int,
     graphs: int = 0,
+    held: int = 0,
 ) -> Budget:
-    """Divides the memory among weights, slots, windows, checkpoints and history; `graphs` bytes are taken already.
+    """Divides the memory among weights, slots, windows, checkpoints and history; `graphs` bytes are taken already, and
+    `held` by a kernel while it runs.
 
     Raises PlanError with both numbers."""
     if settings.max_model_len > spec.max_len:
         raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
-    workspace = _workspace(spec, settings)
+    workspace = _workspace(spec, settings) + held
     history, window = block_bytes(spec, dtypes, block)
     slots = settings.max_num_seqs + 1  # slot 0 is the bin
     slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)

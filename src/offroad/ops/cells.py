@@ -47,13 +47,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved."""
+    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved;
+    `workspace`: bytes that a call takes besides its output."""
 
     kernel: str
     reason: str
     problem: Problem
     layout: str = ""
     refused: tuple[Refusal, ...] = ()
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -305,4 +307,6 @@ class Resolver:
                 reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
             refused.append(Refusal(name, reason))
         reason = able[chosen].reason if chosen else "no kernel" if verdicts else _SPECIFIED
-        return Choice(chosen, reason, problem, able[chosen].layout if chosen else "", tuple(refused))
+        taken = able[chosen] if chosen else None
+        layout, workspace = (taken.layout, taken.workspace) if taken else ("", 0)
+        return Choice(chosen, reason, problem, layout, tuple(refused), workspace)

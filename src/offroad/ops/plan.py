@@ -327,7 +327,8 @@ def plan(
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
+    held = max(choice.workspace for choice in cells.values())  # of the one kernel that runs
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes, held)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,

@@ -57,6 +57,17 @@ def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(run, on=card_of(device))
 
 
+def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, dense
+
+    return partial(dense, on=card_of(device))
+
+
+def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    packed = [kind for kind in problem.stored if layout_of((kind,)) != "dense"]
+    return f"reads dense weights; stored: {packed[0]}" if packed else None
+
+
 def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_grouped import grouped
     from offroad.triton_kernels.linear_run import card_of
@@ -108,3 +119,16 @@ def register(registry: Registry) -> None:
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_dense,
+            _dense_limits,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout="dense",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+        )
+    )

@@ -24,6 +24,9 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
+ENOUGH_WIDE = 1.8  # the same for 17 to 64 tokens and 4-bit weights
+ENOUGH_DENSE = 1.9  # the same for few tokens and dense weights
+DENSE_TOKENS, DENSE_OUTPUTS = 16, 65536  # up to which dense weights are read by the kernel, not by torch's GEMM
 MOST_SPLITS = 16
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
@@ -108,14 +111,13 @@ def width(rows: int, dtype: torch.dtype) -> int:
 def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
     m = width(rows, dtype)
-    whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
+    floats, four = dtype == torch.float32, kind in ("int4", "e2m1")
+    whole = kind != "dense" and not floats and not four and -(-n // BLOCK_N) % 2 == 0
+    # 4-bit weights, measured on an H100: tiles of 128 outputs leave some SMs with one more of few programs.
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
-    few = m == 16 and kind in ("int4", "e2m1") and dtype != torch.float32
-    if few:
-        wide = 64  # measured on an H100: tiles of 128 leave some SMs with one more of few programs
-    stages = 2 if dtype == torch.float32 else 3 if few or m == 64 or kind in ("dense", "int8", "e4m3") else 4
-    wanted = (ENOUGH_4_BIT if few else ENOUGH) * card.sms
-    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), wanted), stages=stages)
+    stages = 2 if floats else 3 if m == 64 or four or kind in ("dense", "int8", "e4m3") else 4
+    enough = ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT if m == 16 else ENOUGH_WIDE
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), enough * card.sms), stages=stages)
 
 
 def card_of(profile: DeviceProfile) -> Card:
@@ -167,7 +169,7 @@ def run(
     operations at many. `choice` is a tile to measure, `on` the card (None: that of x).
     """
     if "w" in weight.tensors:
-        return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
+        return dense(x, weight, on=on)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
     rows = x.shape[0]
@@ -180,6 +182,19 @@ def run(
         assumed = INVARIANT_ROWS if invariant else rows
         at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
         launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
+    return y
+
+
+def dense(x: torch.Tensor, weight: Packed, *, on: Card | None = None) -> torch.Tensor:
+    """`run` of a dense weight in x's type: few tokens by the kernel, which waits for nothing before it reads weights, more
+    by torch's GEMM."""
+    rows, w = x.shape[0], weight.tensors["w"]
+    if not 0 < rows <= DENSE_TOKENS or weight.n > DENSE_OUTPUTS or x.dtype == torch.float32 or not w.is_contiguous():
+        return torch.nn.functional.linear(x, w, weight.bias)
+    x, it = x.contiguous(), Stored("dense", w)
+    y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
+    at = tile("dense", weight.n, weight.k, rows, 1, on or card(x.device), x.dtype)
+    launch(x, it, y, weight, at, 1, weight.n)
     return y
 
 
