@@ -41,9 +41,10 @@ def step(
 ) -> None:
     """The verify rows of `triton_kernels.delta_jit.gated_delta`, into `out`, but for the columns that are kept."""
     code = source(qkvz.dtype == torch.bfloat16, spec.kernel, spec.gate == "silu")
-    kernel = launch.load(code, "delta_step", ARGS)
-    if qkvz.is_meta:  # compiled ahead
+    if qkvz.is_meta:
+        launch.ahead(code, "delta_step", ARGS)
         return
+    kernel = launch.load(code, "delta_step", ARGS)
     lists = (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t)
     for first in range(0, rows.verify, MOST_ROWS):
         count = min(MOST_ROWS, rows.verify - first)

@@ -37,10 +37,19 @@ class Function:
     dependent: bool = False
 
     def launch(
-        self, grid: tuple[int, int, int], threads: int, *values: float, dependent: bool = False, shared: int | None = None
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        *values: float,
+        dependent: bool = False,
+        shared: int | None = None,
     ) -> None:
-        """Starts the kernel on torch's current stream; `dependent`: before the kernel before is complete, which it waits
-        for itself (compute capability 9.0 and later); `shared`: bytes of shared memory, if fewer than the source's. Raises LaunchError with the driver's name of the failure."""
+        """Starts the kernel on torch's current stream.
+
+        `dependent`: before the kernel before is complete, which it waits for itself (compute capability 9.0 and later);
+        `shared`: bytes of shared memory, if fewer than the source's. Raises LaunchError with the driver's name of the
+        failure.
+        """
         from cuda.bindings import driver
 
         shared = self.shared if shared is None else shared
@@ -69,6 +78,12 @@ def load(source: Source, name: str, layout: str) -> Function:
     """The kernel `name` of a source, for torch's current device; compiled and loaded once. `layout` is that of its
     argument struct, as in `struct`. Raises KernelCompileError and LaunchError."""
     return _load(source, name, layout, torch.cuda.current_device())
+
+
+def ahead(source: Source, name: str, layout: str) -> None:
+    """Has `load` done its work before the first launch; nothing where there is no device."""
+    if torch.cuda.is_available():
+        load(source, name, layout)
 
 
 @cache

@@ -14,7 +14,7 @@ from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.kernel import CudaKernel
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import Packed
+from offroad.quant.packed import Packed, group_of
 from offroad.triton_kernels.linear import limits_of
 from offroad.triton_kernels.linear_pack import BLOCK_K, W4, W8, Records
 
@@ -68,7 +68,12 @@ def source(kind: str, bf16: bool, tiles: int, steps: int, scales: torch.dtype, m
     """For `tiles` of 8 tokens; `steps` of 16 k share a scale, at most 8."""
     bits = 32 if scales == torch.float32 else 16
     defines = {"KIND": KINDS[kind], "BF16": int(bf16), "TILES": tiles, "DEPTH": DEPTHS[kind], "GROUP_STEPS": steps}
-    defines |= {"SCALE_BITS": bits, "SCALE_BF16": int(scales == torch.bfloat16), "MINIMA": minima, "MIN_BLOCKS": RESIDENT}
+    defines |= {
+        "SCALE_BITS": bits,
+        "SCALE_BF16": int(scales == torch.bfloat16),
+        "MINIMA": minima,
+        "MIN_BLOCKS": RESIDENT,
+    }
     return Source("stream.cu", tuple(defines.items()), ROOM, headers=False)
 
 
@@ -92,9 +97,10 @@ class Streamer:
         minima = 0 if m is None else 1 if m.dtype == torch.int16 else 2
         at = cut(n, units, 8 * tiles, 8 // steps, ring_bytes(weight.kind), self.sms, ROOM)
         code = source(weight.kind, x.dtype == torch.bfloat16, tiles, steps, s.dtype, minima)
-        kernel = launch.load(code, "stream", ARGS)
-        if x.is_meta:  # compiled ahead
+        if x.is_meta:
+            launch.ahead(code, "stream", ARGS)
             return out
+        kernel = launch.load(code, "stream", ARGS)
         x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
         partial, arrived = out, out
         if at.slices > 1:
@@ -143,6 +149,9 @@ def _limits(layout: str) -> Callable[[Problem], str | None]:
         k = problem.size("k")
         if -(-k // BLOCK_K) < WARPS or k % 8:
             return f"needs k of {BLOCK_K * (WARPS - 1) + 8} or more, a multiple of 8; asked: {k}"
+        for group in (group_of(kind, k) for kind in problem.stored if not kind.startswith("gguf.")):
+            if group < k and group & (group - 1):
+                return f"needs groups of a power of two, or all of k; asked: {group}"
         return others(problem)
 
     return limits

@@ -19,8 +19,8 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels import delta_chunk_jit
 from offroad.triton_kernels.compile import Variant
-from offroad.triton_kernels.dependent import launching, take_turn
 from offroad.triton_kernels.delta import Tiles
+from offroad.triton_kernels.dependent import launching, take_turn
 from offroad.triton_kernels.kv_rows import LISTS
 
 COLUMNS = 1024  # columns of a program that stores them
@@ -154,7 +154,15 @@ def gated_delta(
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
     if count and conv.capacity:
         store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
-            qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS,
+            qkvz,
+            ring,
+            *places,
+            qkvz.stride(0),
+            ring.stride(0),
+            ring.stride(1),
+            spec.channels,
+            conv.capacity,
+            COLUMNS,
             **launching(),
         )
     return out

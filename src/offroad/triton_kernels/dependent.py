@@ -2,11 +2,11 @@
 
 A decode step is some hundred kernels of a few microseconds, and each start from an empty GPU costs two or three of
 them. On compute capability 9.0 and later a kernel launched with `launching()` may start once all programs of the one
-before have come to `take_turn`; they wait there until it is complete and what it wrote can be seen. Before `take_turn` a kernel
-may touch nothing but weights, which no kernel of a step writes.
+before have come to `take_turn`; they wait there until it is complete and what it wrote can be seen. Before that a
+kernel may touch nothing but weights, which no kernel of a step writes.
 
-Every program of such a kernel calls `take_turn`, and does so before it returns: so a kernel that has begun knows that all
-but the one before it are complete.
+Every program of such a kernel calls `take_turn`, and does so before it returns: a kernel that is past it knows that all
+kernels before it are complete.
 """
 
 from functools import cache

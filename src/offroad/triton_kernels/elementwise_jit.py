@@ -33,7 +33,9 @@ def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOC
 
 
 @triton.jit
-def output_gate_kernel(x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def output_gate_kernel(
+    x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """out [tokens, size] = x * sigmoid(gate); the gates of a head's DIM columns follow its queries in qkv."""
     take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -69,7 +71,9 @@ def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        gated_activation_kernel[_grid(tokens, size)](gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK, **launching())
+        gated_activation_kernel[_grid(tokens, size)](
+            gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK, **launching()
+        )
     return out
 
 
@@ -89,7 +93,9 @@ def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -
     out = torch.empty((ids.shape[0], weight.k), dtype=dtype, device=ids.device)
     if out.numel():
         rounded = float(torch.tensor(scale, dtype=dtype))
-        embed_kernel[_grid(*out.shape)](ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK, **launching())
+        embed_kernel[_grid(*out.shape)](
+            ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK, **launching()
+        )
     return out
 
 

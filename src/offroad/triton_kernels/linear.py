@@ -9,7 +9,7 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
-from offroad.quant.packed import Packed, group_of
+from offroad.quant.packed import PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
@@ -64,7 +64,7 @@ def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
 
 
 def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    packed = [kind for kind in problem.stored if layout_of((kind,)) != "dense"]
+    packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense weights; stored: {packed[0]}" if packed else None
 
 

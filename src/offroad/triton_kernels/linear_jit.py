@@ -272,7 +272,18 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
     pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
     sizes = ("rows", "n", "k", "units", "per", "s_group", "per_token")
-    constants = {"KIND": kind, "FOLD": 1, "GROUP_UNITS": 1, "BN": bn, "BM": bm, "SPLIT": 4, "STAGES": 4, "PER": 0, "EVEN": True, "AHEAD": 8}
+    constants = {
+        "KIND": kind,
+        "FOLD": 1,
+        "GROUP_UNITS": 1,
+        "BN": bn,
+        "BM": bm,
+        "SPLIT": 4,
+        "STAGES": 4,
+        "PER": 0,
+        "EVEN": True,
+        "AHEAD": 8,
+    }
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
     warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
     constants |= options
@@ -289,7 +300,15 @@ _FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED", "SCALE
 def _dequantise(label: str, kind: str, **options: Any) -> Variant:
     pointers = {"w": "*i32", "s": "*bf16", "out": "*bf16"}
     sizes = dict.fromkeys(("first", "last", "k", "units", "s_group"), "i32")
-    constants = {"KIND": kind, "FOLD": 1, "GROUP_UNITS": 1, "E4M3_SCALES": False, "HAS_M": False, "HAS_ROW_SCALE": False, "ASM": True}
+    constants = {
+        "KIND": kind,
+        "FOLD": 1,
+        "GROUP_UNITS": 1,
+        "E4M3_SCALES": False,
+        "HAS_M": False,
+        "HAS_ROW_SCALE": False,
+        "ASM": True,
+    }
     archs = options.pop("archs")
     constants |= {"m": None, "row_scale": None} | options
     aligned = (*pointers, "k", "s_group")

@@ -116,7 +116,9 @@ def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: t
     # 4-bit weights, measured on an H100: tiles of 128 outputs leave some SMs with one more of few programs.
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
     stages = 2 if floats else 3 if m == 64 or four or kind in ("dense", "int8", "e4m3") else 4
-    enough = ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT if m == 16 else ENOUGH_WIDE
+    enough = (
+        ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT if m == 16 else ENOUGH_WIDE
+    )
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), enough * card.sms), stages=stages)
 
 
@@ -186,8 +188,7 @@ def run(
 
 
 def dense(x: torch.Tensor, weight: Packed, *, on: Card | None = None) -> torch.Tensor:
-    """`run` of a dense weight in x's type: few tokens by the kernel, which waits for nothing before it reads weights, more
-    by torch's GEMM."""
+    """`run` of a dense weight in x's type: few tokens by the kernel, more by torch's GEMM."""
     rows, w = x.shape[0], weight.tensors["w"]
     if not 0 < rows <= DENSE_TOKENS or weight.n > DENSE_OUTPUTS or x.dtype == torch.float32 or not w.is_contiguous():
         return torch.nn.functional.linear(x, w, weight.bias)

@@ -80,7 +80,16 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tens
     block = triton.next_power_of_2(size)
     if out.numel():
         norm_kernel[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), size, eps, weight is not None, block, num_warps=warps_of(block), **launching()
+            rows,
+            weight,
+            out,
+            rows.stride(0),
+            size,
+            eps,
+            weight is not None,
+            block,
+            num_warps=warps_of(block),
+            **launching(),
         )
     return out
 

@@ -51,7 +51,16 @@ def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple
     if tokens:
         blocks = (triton.next_power_of_2(experts), triton.next_power_of_2(top_k))
         route_kernel[(tokens,)](
-            logits, scale, weights, chosen, logits.stride(0), experts, top_k, scale is not None, *blocks, num_warps=1,
+            logits,
+            scale,
+            weights,
+            chosen,
+            logits.stride(0),
+            experts,
+            top_k,
+            scale is not None,
+            *blocks,
+            num_warps=1,
             **launching(),
         )
     return weights, chosen

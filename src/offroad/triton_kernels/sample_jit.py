@@ -62,7 +62,18 @@ def _first_best(scores, tokens):
 
 @triton.jit
 def draw_kernel(
-    logits, top, temperature, low, seed, position, scores, tokens, stride, vocab, parts, BLOCK: tl.constexpr,
+    logits,
+    top,
+    temperature,
+    low,
+    seed,
+    position,
+    scores,
+    tokens,
+    stride,
+    vocab,
+    parts,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (r, p): the best of tokens [4 p BLOCK, 4 (p + 1) BLOCK) of row r."""
@@ -106,7 +117,15 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     if rows:
         numbers = (filters.temperature, filters.low, filters.seed, filters.position)
         draw_kernel[(rows, parts)](
-            logits, logits.amax(-1), *numbers, scores, tokens, logits.stride(0), vocab, parts, BLOCK,
+            logits,
+            logits.amax(-1),
+            *numbers,
+            scores,
+            tokens,
+            logits.stride(0),
+            vocab,
+            parts,
+            BLOCK,
             **launching(),
         )
         choose_kernel[(rows,)](scores, tokens, out, parts, triton.next_power_of_2(parts), num_warps=1, **launching())
