@@ -34,7 +34,7 @@ FORMATS = (
     ("fp8", 128, True),
     ("fp8", 0, True),
 )
-ODD = ((1090, 2016), (1024, 5120), (16, 1032), (5376, 21504))
+ODD = ((1090, 2016), (640, 9216), (16, 1032))
 
 
 def weight_of(layout: str, n: int, k: int, group: int, sym: bool):
@@ -61,7 +61,7 @@ def test_linears(layout: str, group: int, sym: bool, dtype: str):
             if rows <= 8:
                 assert torch.equal(found, eight[:rows])
         assert torch.equal(streamer.run(x[5:6], mine), eight[5:6])
-        assert all(torch.equal(streamer.run(x[:8], mine), eight) for _ in range(50))
+        assert all(torch.equal(streamer.run(x[:8], mine), eight) for _ in range(10))
 
 
 def pair_of(spec, dtype: str, k: int) -> Pair:

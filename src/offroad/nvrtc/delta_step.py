@@ -16,10 +16,10 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.spec import Bound, Problem
 from offroad.run.rows import RingView, Rows
 
-ARGS = "@13P6q5if"  # `Args` of the kernel
+ARGS = "@15P6q5if"  # `Args` of the kernels
 DIM, THREADS, RING = 128, 256, 3
 MOST_ROWS = 512
-SHARED = RING * DIM * DIM * 4 + 3 * DIM * 4 + 64 + 16 * MOST_ROWS
+SHARED = 4 * RING * (DIM * DIM + 3 * DIM + DIM // 2 + 4) + 32 + 16 * MOST_ROWS
 
 
 def source(bf16: bool, taps: int, silu: bool) -> Source:
@@ -39,25 +39,27 @@ def step(
     eps: float,
     out: torch.Tensor,
 ) -> None:
-    """The verify rows of `triton_kernels.delta_jit.gated_delta`, into `out`, but for the columns that are kept."""
+    """The verify rows of `triton_kernels.delta_jit.gated_delta`, into `out`, with the columns that are kept."""
     code = source(qkvz.dtype == torch.bfloat16, spec.kernel, spec.gate == "silu")
     if qkvz.is_meta:
         launch.ahead(code, "delta_step", ARGS)
         return
-    kernel = launch.load(code, "delta_step", ARGS)
+    mix, kernel = (launch.load(code, name, ARGS) for name in ("delta_mix", "delta_step"))
+    heads = 2 * spec.key_heads + spec.value_heads
+    mixed = torch.empty(qkvz.shape[0], heads, DIM, dtype=torch.float32, device=qkvz.device)
+    gates = torch.empty(qkvz.shape[0], spec.value_heads, 2, dtype=torch.float32, device=qkvz.device)
     lists = (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t)
     for first in range(0, rows.verify, MOST_ROWS):
         count = min(MOST_ROWS, rows.verify - first)
         tensors = (qkvz, ba, conv.data, state.data, *(t[first:] for t in lists))
-        tensors += (weights.conv, weights.a_log, weights.dt_bias, weights.norm, out)
-        kernel.launch(
-            (min(units, count * spec.value_heads), 1, 1),
-            THREADS,
+        tensors += (weights.conv, weights.a_log, weights.dt_bias, weights.norm, mixed, gates, out)
+        arguments = (
             *(tensor.data_ptr() for tensor in tensors),
             *(qkvz.stride(0), ba.stride(0), *conv.data.stride()[:2], *state.data.stride()[:2]),
             *(count, spec.key_heads, spec.value_heads, conv.capacity, state.capacity, eps),
-            dependent=True,
         )
+        mix.launch((count, heads, 1), DIM, *arguments, dependent=True, shared=32)
+        kernel.launch((min(units, count * spec.value_heads), 1, 1), THREADS, *arguments, dependent=True)
 
 
 def bind(device: DeviceProfile, problem: Problem) -> Bound:

@@ -29,14 +29,14 @@ class CudaKernel:
     shared: Callable[[Problem], int] = lambda problem: 0
     features: frozenset[str] = frozenset()
     capabilities: frozenset[tuple[int, int]] = frozenset({VOLTA, TURING})
-    oldest: tuple[int, int] | None = None  # compute capability from which on it is for all, in place of `capabilities`
-    dtypes: frozenset[str] = frozenset({"float16"})
-    reason: str = "CUDA C++ kernel, compiled by NVRTC"
     layout: str = ""
     cost: float = 1.0
     reference: bool = False
     workspace: Callable[[Problem], int] = lambda problem: 0
     capturable: bool = True  # lengths are read on the device, grids depend on a step's shape
+    oldest: tuple[int, int] | None = None  # compute capability from which on it is for all, in place of `capabilities`
+    dtypes: frozenset[str] = frozenset({"float16"})
+    reason: str = "CUDA C++ kernel, compiled by NVRTC"
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":

@@ -152,19 +152,12 @@ def gated_delta(
         )  # fmt: skip
     if rows.verify < count:
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
-    if count and conv.capacity:
-        store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
-            qkvz,
-            ring,
-            *places,
-            qkvz.stride(0),
-            ring.stride(0),
-            ring.stride(1),
-            spec.channels,
-            conv.capacity,
-            COLUMNS,
-            **launching(),
-        )
+    stored = rows.verify if step is not None else 0  # rows whose columns are stored already
+    if count > stored and conv.capacity:
+        store_columns_kernel[(count - stored, triton.cdiv(spec.channels, COLUMNS))](
+            qkvz, ring, *(list_[stored:] for list_ in places), qkvz.stride(0), ring.stride(0), ring.stride(1),
+            spec.channels, conv.capacity, COLUMNS, **launching(),
+        )  # fmt: skip
     return out
 
 

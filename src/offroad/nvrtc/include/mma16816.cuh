@@ -45,6 +45,10 @@ __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
+__device__ __forceinline__ void copy_async8(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
 // Ends a group of copies.
 __device__ __forceinline__ void copies_so_far() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
