@@ -19,16 +19,16 @@ from offroad.triton_kernels.linear import limits_of
 from offroad.triton_kernels.linear_pack import BLOCK_K, W4, W8, Records
 
 ARGS = "@9Pq7i4x"  # `Args` of the kernel
-MOST = 16  # tokens of a kernel
+MOST = 8  # tokens
 # Tokens up to which it is faster than the Triton kernels (benchmarks/kernels_linear.py on an H100).
 FASTER = {"int4": 4, "e4m3": 8}
 WARPS, OUTPUTS = 8, 16
-BLOCKS = 2  # of an SM, beside which the next kernel's first ones have room
-RESIDENT = 3  # that the registers allow
+RESIDENT = 3  # blocks of an SM that registers allow: two, and one of the next kernel that waits with its first records
 KINDS = {"int4": 0, "e4m3": 1}
 DEPTHS = {"int4": 4, "e4m3": 3}  # records in flight for each warp
-MOST_SLICES = 8
-ROOM = 100_000  # bytes of shared memory of a block at most
+MOST_SLICES = 16
+ROOM = 81_920  # bytes of shared memory of a block at most: of two blocks on compute capability 8.0
+TWO_BLOCKS = 2 * ROOM  # of an SM: where there is less, one block has it
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,36 @@ def ring_bytes(kind: str) -> int:
     return WARPS * DEPTHS[kind] * (1024 if kind == "int4" else 2048)
 
 
-@cache
-def cut(n: int, units: int, tokens: int, groups: int, ring: int, sms: int, room: int) -> Cut:
-    """The division with the least work for the block that has most. `tokens` is a size of `source`, so that it does not
-    depend on how many tokens there are; `groups` scales a unit; `ring` bytes of records in flight,
-    `room` bytes of shared memory of a block at most."""
-    tiles, best = -(-n // OUTPUTS), None
+def slices_of(units: int, ring: int) -> dict[int, int]:
+    """In how many slices k can be divided, and bytes of shared memory of a block for each."""
+    found = {}
     for slices in range(1, MOST_SLICES + 1):
-        ranges = max(1, min(tiles, BLOCKS * sms // slices))
         longest = -(-units // slices)
-        shared = longest * tokens * (2 * BLOCK_K + 4 * groups) + 2 * WARPS * tokens * 17 * 4 + ring
-        if (slices > 1 and units // slices < WARPS) or shared > room:
-            continue
-        work = -(-tiles // ranges) * longest * (1.0 if slices == 1 else 1.03)
+        shared = longest * MOST * (2 * BLOCK_K + 4) + 2 * WARPS * MOST * 17 * 4 + ring
+        if units // slices >= WARPS and shared <= ROOM:
+            found[slices] = shared
+    return found
+
+
+@cache
+def cut(n: int, units: int, ring: int, blocks: int) -> Cut:
+    """The division among `blocks` with the least work for the one that has most: of shapes alone, so that a row's
+    result does not depend on how many there are."""
+    tiles, best = -(-n // OUTPUTS), None
+    for slices, shared in slices_of(units, ring).items():
+        ranges = max(1, min(tiles, blocks // slices))
+        # The sum over slices costs about as much as 3 % of a large weight.
+        work = -(-tiles // ranges) * -(-units // slices) * (1.0 if slices == 1 else 1.03)
         if best is None or work < best[0]:
             best = work, Cut(slices, ranges, shared)
-    assert best is not None, f"a slice of {units} units fits"
+    assert best is not None, f"{units} units: refused by `limits`"
     return best[1]
 
 
-def source(kind: str, bf16: bool, tiles: int, steps: int, scales: torch.dtype, minima: int) -> Source:
-    """For `tiles` of 8 tokens; `steps` of 16 k share a scale, at most 8."""
+def source(kind: str, bf16: bool, scales: torch.dtype, minima: int) -> Source:
+    """For scales of a type; `minima`: 0 none, 1 integers times the scale, 2 numbers."""
     bits = 32 if scales == torch.float32 else 16
-    defines = {"KIND": KINDS[kind], "BF16": int(bf16), "TILES": tiles, "DEPTH": DEPTHS[kind], "GROUP_STEPS": steps}
+    defines = {"KIND": KINDS[kind], "BF16": int(bf16), "DEPTH": DEPTHS[kind]}
     defines |= {
         "SCALE_BITS": bits,
         "SCALE_BF16": int(scales == torch.bfloat16),
@@ -81,7 +88,7 @@ def source(kind: str, bf16: bool, tiles: int, steps: int, scales: torch.dtype, m
 class Streamer:
     """Launches the kernels on one device."""
 
-    sms: int
+    blocks: int
     arrived: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     partial: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)
 
@@ -89,14 +96,13 @@ class Streamer:
         """`x w^T + bias` of at most MOST tokens; x [tokens, k] -> [tokens, n]."""
         rows, n, k = x.shape[0], weight.n, weight.k
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-        units, tiles = -(-k // BLOCK_K), 1 if rows <= 8 else 2
+        units = -(-k // BLOCK_K)
         s, m, r = weight.tensors["s"], weight.tensors.get("m"), weight.tensors.get("r")
         whole = weight.group >= k
-        steps = 8 if whole else min(8, weight.group // 16)
-        shift = 30 if whole else max(0, (weight.group // BLOCK_K).bit_length() - 1)
+        shift = 30 if whole else (weight.group // BLOCK_K).bit_length() - 1
         minima = 0 if m is None else 1 if m.dtype == torch.int16 else 2
-        at = cut(n, units, 8 * tiles, 8 // steps, ring_bytes(weight.kind), self.sms, ROOM)
-        code = source(weight.kind, x.dtype == torch.bfloat16, tiles, steps, s.dtype, minima)
+        at = cut(n, units, ring_bytes(weight.kind), self.blocks)
+        code = source(weight.kind, x.dtype == torch.bfloat16, s.dtype, minima)
         if x.is_meta:
             launch.ahead(code, "stream", ARGS)
             return out
@@ -120,18 +126,23 @@ class Streamer:
     def _memory(self, device: torch.device, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(partial sums, counters that are 0 between launches)."""
         if device not in self.arrived:
-            self.arrived[device] = torch.zeros(BLOCKS * self.sms, dtype=torch.int32, device=device)
+            self.arrived[device] = torch.zeros(self.blocks, dtype=torch.int32, device=device)
         kept = self.partial.setdefault(device, [])
         if not kept or kept[-1].numel() < size:
             kept.append(torch.empty(size, dtype=torch.float32, device=device))
         return kept[-1], self.arrived[device]
 
 
+def blocks_of(device: DeviceProfile) -> int:
+    """Blocks that run at a time."""
+    return device.units * (2 if device.shared_per_block >= TWO_BLOCKS else 1)
+
+
 def bind(device: DeviceProfile, problem: Problem) -> Bound:
     """The op `linear`: this kernel for few tokens, and Triton's for others."""
     from offroad.triton_kernels.linear_run import card_of, run
 
-    streamer, others = Streamer(device.units), partial(run, on=card_of(device))
+    streamer, others = Streamer(blocks_of(device)), partial(run, on=card_of(device))
 
     def linear(x: torch.Tensor, weight: Packed) -> torch.Tensor:
         few = FASTER.get(getattr(weight, "kind", ""), 0)
@@ -147,11 +158,14 @@ def _limits(layout: str) -> Callable[[Problem], str | None]:
 
     def limits(problem: Problem) -> str | None:
         k = problem.size("k")
-        if -(-k // BLOCK_K) < WARPS or k % 8:
-            return f"needs k of {BLOCK_K * (WARPS - 1) + 8} or more, a multiple of 8; asked: {k}"
-        for group in (group_of(kind, k) for kind in problem.stored if not kind.startswith("gguf.")):
-            if group < k and group & (group - 1):
-                return f"needs groups of a power of two, or all of k; asked: {group}"
+        units, kind = -(-k // BLOCK_K), "int4" if layout == W4 else "e4m3"
+        if k % 8 or not slices_of(units, ring_bytes(kind)):
+            return f"needs k between {BLOCK_K * (WARPS - 1) + 1:,} and about 90,000, a multiple of 8; asked: {k:,}"
+        if any(stored.startswith("gguf.") for stored in problem.stored):
+            return "needs groups of 128 or more, which files of ggml have not"
+        for group in (group_of(stored, k) for stored in problem.stored):
+            if group < k and (group < BLOCK_K or group & (group - 1)):
+                return f"needs groups of a power of two from {BLOCK_K} on, or all of k; asked: {group}"
         return others(problem)
 
     return limits

@@ -8,7 +8,7 @@ still reads: `store_columns_kernel` does so afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels import delta_chunk_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import Tiles
-from offroad.triton_kernels.dependent import launching, take_turn
+from offroad.triton_kernels.dependent import launching, take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
 
 COLUMNS = 1024  # columns of a program that stores them
@@ -52,7 +52,7 @@ def step_kernel(
     SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (r, h): the tokens of row r in value head h, one after another; a state is stored for each."""
-    take_turn(PDL)
+    wait_turn(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -130,18 +130,14 @@ def gated_delta(
     weights: DeltaWeights,
     eps: float,
     tiles: Tiles,
-    step: Callable[..., None] | None = None,
 ) -> torch.Tensor:
-    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone; `step`
-    is another kernel for them."""
+    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone."""
     qkvz, ba = (t if t.stride(1) == 1 else t.contiguous() for t in (qkvz, ba))
     out = torch.empty((qkvz.shape[0], spec.value_width), dtype=qkvz.dtype, device=qkvz.device)
     count = len(rows.slot)
     places = (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t)
     ring, kept = conv.data, state.data
-    if rows.verify and step is not None:
-        step(qkvz, ba, conv, state, rows, spec, weights, eps, out)
-    elif rows.verify:
+    if rows.verify:
         step_kernel[(rows.verify, spec.value_heads)](
             qkvz, ba, ring, kept, *places, weights.conv, weights.a_log, weights.dt_bias, weights.norm, out,
             qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), conv.capacity,
@@ -152,11 +148,10 @@ def gated_delta(
         )  # fmt: skip
     if rows.verify < count:
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
-    stored = rows.verify if step is not None else 0  # rows whose columns are stored already
-    if count > stored and conv.capacity:
-        store_columns_kernel[(count - stored, triton.cdiv(spec.channels, COLUMNS))](
-            qkvz, ring, *(list_[stored:] for list_ in places), qkvz.stride(0), ring.stride(0), ring.stride(1),
-            spec.channels, conv.capacity, COLUMNS, **launching(),
+    if count and conv.capacity:
+        store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
+            qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS,
+            **launching(),
         )  # fmt: skip
     return out
 

@@ -2,11 +2,11 @@
 
 A decode step is some hundred kernels of a few microseconds, and each start from an empty GPU costs two or three of
 them. On compute capability 9.0 and later a kernel launched with `launching()` may start once all programs of the one
-before have come to `take_turn`; they wait there until it is complete and what it wrote can be seen. Before that a
-kernel may touch nothing but weights, which no kernel of a step writes.
+before have come to `take_turn` or ended. It waits there until all kernels before are complete and what they wrote can
+be seen; before that it may touch nothing but weights, which no kernel of a step writes.
 
-Every program of such a kernel calls `take_turn`, and does so before it returns: a kernel that is past it knows that all
-kernels before it are complete.
+Every program of such a kernel calls `take_turn` or `wait_turn` before it returns, so that a complete kernel says the
+same of all before it.
 """
 
 from functools import cache
@@ -18,29 +18,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OLDEST = (9, 0)
-_PREFETCH = tl.constexpr("""{
-    .reg .pred first; .reg .b32 thread;
-    mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;
-    @first cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.b32 $0, 0;
-}""")
 
 
 @triton.jit
 def take_turn(PDL: tl.constexpr):
-    """Waits for the kernel before, then lets the one after start."""
+    """Lets the kernel after this one start, and waits for the one before: of kernels that are short."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
-def prefetch(pointer, size, PDL: tl.constexpr):
-    """Has `size` bytes, a multiple of 16, come into the L2 cache; for use before `take_turn`."""
+def wait_turn(PDL: tl.constexpr):
+    """Waits for the kernel before. The one after starts when programs of this one end: of kernels that fill the GPU for
+    long, whose successor's programs would crowd on the SMs that have room first."""
     if PDL:
-        tl.inline_asm_elementwise(
-            _PREFETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
-        )
+        gdc_wait()
 
 
 @cache

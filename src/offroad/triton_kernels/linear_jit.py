@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
-from offroad.triton_kernels.dependent import prefetch, take_turn
+from offroad.triton_kernels.dependent import wait_turn
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
@@ -99,8 +99,6 @@ def linear(
     STAGES: tl.constexpr,
     PER: tl.constexpr,  # per, in the interpreter; else 0
     ASM: tl.constexpr,
-    SCALED: tl.constexpr,  # weights are scaled before the product also if FOLD is 1
-    AHEAD: tl.constexpr,  # steps whose weights are fetched before the kernel before is complete
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
@@ -111,11 +109,7 @@ def linear(
     rn = pn * BN + tl.arange(0, BN)
     rm = pm * BM + tl.arange(0, BM)
     first_row = tl.cast(0, tl.int64)  # of the weight
-    if (AHEAD > 0) and not (DENSE or GROUPED):
-        for part in tl.static_range(NT):
-            record = (pn * NT + part).to(tl.int64) * units + ps * per
-            prefetch(w + record * WORDS, tl.minimum(per, AHEAD) * (4 * WORDS), PDL)
-    take_turn(PDL)
+    wait_turn(PDL)
     if GROUPED:
         expert = tl.load(owner + pm)
         if expert < 0:
@@ -172,11 +166,6 @@ def linear(
             if HAS_M:
                 wt = wt + _spread(_minima(mc, sc), FOLD, BN, wt.dtype)
             acc = tl.dot(wt, xt, acc, input_precision="ieee")
-        elif SCALED:
-            wt = wt * sc.to(wt.dtype)[:, None]
-            if HAS_M:
-                wt = wt + _minima(mc, sc).to(wt.dtype)[:, None]
-            acc = tl.dot(wt, xt, acc, input_precision="ieee")
         else:
             acc += tl.dot(wt, xt, input_precision="ieee") * sc.to(tl.float32)[:, None]
             if HAS_M:
@@ -230,7 +219,7 @@ def dequantise(
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048
     BN: tl.constexpr = 64
-    take_turn(PDL)
+    wait_turn(PDL)
     unit = tl.program_id(1)
     rn = first + tl.program_id(0) * BN + tl.arange(0, BN)
     kk = unit * BK + tl.arange(0, BK)
@@ -294,7 +283,7 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     return Variant(label, linear, signature, constants, warps, stages, hot, archs, aligned=aligned)
 
 
-_FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED", "SCALED")
+_FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
 
 
 def _dequantise(label: str, kind: str, **options: Any) -> Variant:

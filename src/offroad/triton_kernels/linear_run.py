@@ -49,8 +49,6 @@ class Tile:
     split: int
     warps: int = 4
     stages: int = 4
-    scaled: bool = False
-    ahead: int = 8
 
 
 @dataclass(frozen=True)
@@ -249,8 +247,6 @@ def launch(
         STAGES=at.stages,
         PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
-        SCALED=at.scaled,
-        AHEAD=at.ahead,
         num_warps=at.warps,
         **launching(),
     )

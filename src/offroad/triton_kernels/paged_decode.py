@@ -7,7 +7,7 @@ number of programs nor what else is in the step changes a bit of the answer.
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.dependent import take_turn
+from offroad.triton_kernels.dependent import take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS, loaded
 
 # Partitions of a history are SMALLEST tokens long up to position 32 * SMALLEST, then twice as long per doubling of the
@@ -61,7 +61,7 @@ def paged_decode(
     Grid (rows, tiles of BLOCK_M queries * kv_heads, splits): a split takes neighbouring partitions, about as many
     tokens as any other, or exits. A query is a token's one of the GROUP heads of a KV head, tokens first.
     """
-    take_turn(PDL)
+    wait_turn(PDL)
     row, head, tile = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     split, splits = tl.program_id(2), tl.num_programs(2)
     width, start = tl.load(widths + row), tl.load(starts + row)

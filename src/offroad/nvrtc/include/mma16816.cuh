@@ -45,10 +45,6 @@ __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ void copy_async8(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
-}
-
 // Ends a group of copies.
 __device__ __forceinline__ void copies_so_far() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -101,10 +97,10 @@ __device__ __forceinline__ u16 half_of(float x) {
     return bits;
 }
 
-// Waits for the kernel before this one, then lets the one after it start; see dependent.py.
+// Lets the kernel after this one start, and waits for the one before; see dependent.py.
 __device__ __forceinline__ void take_turn() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
 }
 #endif

@@ -1,5 +1,5 @@
-// out = x W^T of at most 16 tokens, for compute capability 8.0 and later: weights stream from memory into registers,
-// become bf16 or fp16 there, and are the left operand of m16n8k16; nothing of them passes through shared memory.
+// out = x W^T of at most 8 tokens, for compute capability 8.0 and later: weights come by asynchronous copies, a lane's
+// own 16 bytes at a time, become bf16 or fp16 in registers, and are the left operand of m16n8k16.
 //
 // Weights are in the records of linear_pack.py: a lane's 16 bytes are its part of four operands of 16 outputs by 16 k.
 // A block has a slice of k, of which x is in shared memory for as long as it runs, and a range of 16-output tiles; its
@@ -9,13 +9,13 @@
 //
 // A 4-bit code u is read as BASE + u, which costs no arithmetic; sums start at -(BASE + 8) times the sum of x instead.
 //
-// Specialised by KIND (0: 4-bit integers, 1: e4m3), BF16, TILES (of 8 tokens), DEPTH, GROUP_STEPS (16 k that share a
-// scale, at most 8), SCALE_BITS (16: bf16 or fp16 as SCALE_BF16 says; 32: fp32), MINIMA (0: none, 1: int16 times the
-// scale, 2: numbers like scales) and MIN_BLOCKS.
+// Specialised by KIND (0: 4-bit integers, 1: e4m3), BF16, DEPTH, SCALE_BITS (16: bf16 or fp16 as SCALE_BF16 says;
+// 32: fp32), MINIMA (0: none, 1: int16 times the scale, 2: numbers like scales) and MIN_BLOCKS.
 #include "mma16816.cuh"
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, UNIT = 128, STEPS = 8, LOADS = KIND == 0 ? 2 : 4, GROUPS = 8 / GROUP_STEPS;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, TOKENS = 8, UNIT = 128, LOADS = KIND == 0 ? 2 : 4;
 constexpr float BASE = BF16 ? 128.f : 1024.f;
+constexpr bool SUMS = KIND == 0 || MINIMA;  // those of x are needed
 
 struct Args {
     const u16* x;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void operand(u32 (&a)[4], u32 low, u32 high) {
 }
 
 struct Scales {
-    u32 scales[GROUPS][2], minima[GROUPS][2];  // bits
+    u32 scale[2], minimum[2];  // bits, of outputs 8 apart
 };
 
 // A lane's part of a record, and where its next one is: of 16-output tile `tile` and 128 k `unit`.
@@ -94,25 +94,21 @@ struct Place {
 __device__ __forceinline__ void load(const Args& p, uint4* to, Scales& r, const Place& at, int lane) {
 #pragma unroll
     for (int i = 0; i < LOADS; i++) copy_async(to + i * 32, at.words + i * 32);
-    const int row = at.tile * 16 + lane / 4;
+    const i64 place = (i64)(at.unit >> p.group_shift) * p.scale_row + at.tile * 16 + lane / 4;
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        const int group = GROUPS > 1 ? at.unit * GROUPS + g : at.unit >> p.group_shift;
-        const i64 place = (i64)group * p.scale_row + row;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            r.scales[g][i] = scale_bits(p.scales, place + 8 * i);
-            if (MINIMA == 1) r.minima[g][i] = streamed_half((const u16*)p.minima + place + 8 * i);
-            if (MINIMA == 2) r.minima[g][i] = scale_bits(p.minima, place + 8 * i);
-        }
+    for (int i = 0; i < 2; i++) {
+        r.scale[i] = scale_bits(p.scales, place + 8 * i);
+        if (MINIMA == 1) r.minimum[i] = streamed_half((const u16*)p.minima + place + 8 * i);
+        if (MINIMA == 2) r.minimum[i] = scale_bits(p.minima, place + 8 * i);
     }
 }
 
-// x of a slice, [unit][half][2 words of steps][token][lane % 4] of 16 bytes, and its sums over groups.
+// x of a slice, [unit][half][2 words of steps][token][lane % 4] of 16 bytes, and its sums over units.
 __device__ __forceinline__ void stage(const Args& p, u32* xs, float* sums, int first, int units) {
     constexpr int AT_ONCE = 4;
     const int pieces = units * 16, all = p.tokens * pieces;
-    for (int begin = threadIdx.x; begin < all; begin += AT_ONCE * THREADS) {
+    for (int group = 0; group < all; group += AT_ONCE * THREADS) {  // the same for all threads: they shuffle
+        const int begin = group + threadIdx.x;
         uint4 v[AT_ONCE];
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
@@ -123,7 +119,7 @@ __device__ __forceinline__ void stage(const Args& p, u32* xs, float* sums, int f
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
             const int i = begin + j * THREADS, token = i / pieces, piece = i % pieces;
-            if (begin - threadIdx.x + j * THREADS >= all) break;
+            if (group + j * THREADS >= all) break;
             const u32 words[4] = {v[j].x, v[j].y, v[j].z, v[j].w};
             const int quarter = piece / 4, word = piece % 4;  // 32 k; 8 of them
             float sum = 0.f;
@@ -132,63 +128,44 @@ __device__ __forceinline__ void stage(const Args& p, u32* xs, float* sums, int f
                 if (i < all) xs[((quarter * p.tokens + token) * 4 + w) * 4 + word] = words[w];
                 sum += half_number((u16)words[w]) + half_number((u16)(words[w] >> 16));
             }
-            if (KIND == 0 || MINIMA) {
+            if (SUMS) {
 #pragma unroll
-                for (int d = 1; d < 2 * GROUP_STEPS; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
-                if (i < all && piece % (2 * GROUP_STEPS) == 0) sums[piece / (2 * GROUP_STEPS) * p.tokens + token] = sum;
+                for (int d = 1; d < 16; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
+                if (i < all && piece % 16 == 0) sums[piece / 16 * p.tokens + token] = sum;
             }
         }
     }
 }
 
-__device__ __forceinline__ void multiply(const Args& p, float (&acc)[TILES][4], const uint4* from, const Scales& r, const u32* xs,
-                                         const float* sums, int unit, int lane) {
-    const int quad = lane % 4;
-    uint4 b[TILES], words[LOADS];
+// acc += the tile's weights of a unit times x.
+__device__ __forceinline__ void multiply(const Args& p, float (&acc)[4], const uint4* from, const Scales& r,
+                                         const uint4* xs, const float* sums, int unit, int lane) {
+    const int row = min(lane / 4, p.tokens - 1);  // lanes without a token read another's, for columns that nobody reads
+    uint4 words[LOADS], b;
+    float part[4], total[2];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) words[i] = from[i * 32];
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        float part[TILES][4], total[TILES][2];
+    for (int i = 0; i < 2; i++) {
+        total[i] = SUMS ? sums[unit * p.tokens + min(lane % 4 * 2 + i, p.tokens - 1)] : 0.f;
+        part[i] = part[2 + i] = KIND == 0 ? -(BASE + 8.f) * total[i] : 0.f;
+    }
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
+    for (int step = 0; step < 8; step++) {
+        if (step % 2 == 0) b = xs[((unit * 4 + step / 2) * p.tokens + row) * 4 + lane % 4];
+        const uint4& low = words[KIND == 0 ? step / 4 : step / 4 * 2];
+        const uint4& high = words[KIND == 0 ? step / 4 : step / 4 * 2 + 1];
+        const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+        u32 a[4];
+        operand(a, lows[step % 4], highs[step % 4]);
+        mma16816(part, a, step % 2 ? b.z : b.x, step % 2 ? b.w : b.y);
+    }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int token = min(t * 8 + quad * 2 + i, p.tokens - 1);
-                total[t][i] = KIND == 0 || MINIMA ? sums[(unit * GROUPS + g) * p.tokens + token] : 0.f;
-                part[t][i] = part[t][2 + i] = KIND == 0 ? -(BASE + 8.f) * total[t][i] : 0.f;
-            }
-        }
-#pragma unroll
-        for (int s = 0; s < GROUP_STEPS; s++) {
-            const int step = g * GROUP_STEPS + s;
-            if (step % 2 == 0 || GROUP_STEPS == 1) {
-#pragma unroll
-                for (int t = 0; t < TILES; t++) {
-                    const int token = min(t * 8 + lane / 4, p.tokens - 1);
-                    b[t] = ((const uint4*)xs)[((unit * 4 + step / 2) * p.tokens + token) * 4 + quad];
-                }
-            }
-            u32 a[4];
-            const uint4& low = words[KIND == 0 ? step / 4 : step / 4 * 2];
-            const uint4& high = words[KIND == 0 ? step / 4 : step / 4 * 2 + 1];
-            const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
-            operand(a, lows[step % 4], highs[step % 4]);
-#pragma unroll
-            for (int t = 0; t < TILES; t++)
-                mma16816(part[t], a, step % 2 ? b[t].z : b[t].x, step % 2 ? b[t].w : b[t].y);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float scale = scale_number(r.scales[g][i / 2]);
-            const u32 bits = r.minima[g][i / 2];
-            const float minimum = MINIMA == 1 ? (float)(short)bits * scale : MINIMA == 2 ? scale_number(bits) : 0.f;
-#pragma unroll
-            for (int t = 0; t < TILES; t++) {
-                acc[t][i] += part[t][i] * scale;
-                if (MINIMA) acc[t][i] += total[t][i % 2] * minimum;
-            }
-        }
+    for (int i = 0; i < 4; i++) {
+        const float scale = scale_number(r.scale[i / 2]);
+        const u32 bits = r.minimum[i / 2];
+        acc[i] += part[i] * scale;
+        if (MINIMA) acc[i] += total[i % 2] * (MINIMA == 1 ? (float)(short)bits * scale : scale_number(bits));
     }
 }
 
@@ -202,26 +179,25 @@ __device__ __forceinline__ void finish(const Args& p, float sum, int tile, int t
 
 // Sums of a tile over the warps, which have put theirs in `room` [warp][token][17].
 __device__ __forceinline__ void over_warps(const Args& p, const float* room, int tile, int slice, int tiles) {
-    for (int i = threadIdx.x; i < TILES * 8 * 16; i += THREADS) {
+    for (int i = threadIdx.x; i < p.tokens * 16; i += THREADS) {
         const int token = i / 16, output = i % 16;
-        if (token >= p.tokens) break;
         float sum = 0.f;
 #pragma unroll
-        for (int warp = 0; warp < WARPS; warp++) sum += room[(warp * TILES * 8 + token) * 17 + output];
+        for (int warp = 0; warp < WARPS; warp++) sum += room[(warp * TOKENS + token) * 17 + output];
         if (p.slices == 1) finish(p, sum, tile, token, output);
         else p.partial[(((i64)slice * tiles + tile) * p.tokens + token) * 16 + output] = sum;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stream(const __grid_constant__ Args p) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int slice = blockIdx.x % p.slices, range = blockIdx.x / p.slices, ranges = gridDim.x / p.slices;
     const int tiles = (p.n + 15) / 16, first = (int)((i64)tiles * range / ranges), last = (int)((i64)tiles * (range + 1) / ranges);
     const int unit0 = (int)((i64)p.units * slice / p.slices), units = (int)((i64)p.units * (slice + 1) / p.slices) - unit0;
     uint4* ring = (uint4*)shared + warp * (DEPTH * LOADS * 32) + lane;
     u32* xs = (u32*)((uint4*)shared + WARPS * DEPTH * LOADS * 32);
     float* sums = (float*)(xs + units * p.tokens * 64);
-    float* room = sums + (KIND == 0 || MINIMA ? units * GROUPS * p.tokens : 0);
+    float* room = sums + (SUMS ? units * p.tokens : 0);
 
     Scales scales[DEPTH];
     Place ahead = {first, unit0 + warp}, here = ahead;
@@ -236,14 +212,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stream(const _
     stage(p, xs, sums, unit0, units);
     __syncthreads();
 
-    float acc[TILES][4] = {};
+    float acc[4] = {};
     int parity = 0;
     while (here.tile < last) {
 #pragma unroll
         for (int d = 0; d < DEPTH; d++) {
             if (here.tile >= last) break;
             copies_but<DEPTH - 1>();
-            multiply(p, acc, ring + d * LOADS * 32, scales[d], xs, sums, here.unit - unit0, lane);
+            multiply(p, acc, ring + d * LOADS * 32, scales[d], (const uint4*)xs, sums, here.unit - unit0, lane);
             if (ahead.tile < last) load(p, ring + d * LOADS * 32, scales[d], ahead, lane);
             copies_so_far();
             ahead.next(p, unit0, units, lane);
@@ -251,14 +227,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) stream(const _
             here.unit += WARPS;
             if (here.unit >= unit0 + units) here.unit -= units, here.tile++;
             if (here.tile != tile) {
-                float* own = room + parity * (WARPS * TILES * 8 * 17);
+                float* own = room + parity * (WARPS * TOKENS * 17);
 #pragma unroll
-                for (int t = 0; t < TILES; t++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        own[(warp * TILES * 8 + t * 8 + quad * 2 + i % 2) * 17 + lane / 4 + i / 2 * 8] = acc[t][i];
-                        acc[t][i] = 0.f;
-                    }
+                for (int i = 0; i < 4; i++) {
+                    own[(warp * TOKENS + lane % 4 * 2 + i % 2) * 17 + lane / 4 + i / 2 * 8] = acc[i];
+                    acc[i] = 0.f;
+                }
                 __syncthreads();
                 over_warps(p, own, tile, slice, tiles);
                 parity ^= 1;
