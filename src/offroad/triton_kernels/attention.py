@@ -169,7 +169,8 @@ def _store(
         view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, k_scale, v_scale,
         k.stride(0), v.stride(0), view.table.stride(0),
         KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=_kind(view),
-        SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4, **launching(),
+        SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4,
+        **launching(k.shape[0]),
     )  # fmt: skip
 
 
@@ -208,12 +209,12 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK=view.block,
             TILE=tile.keys, WINDOW=window, BASE=base, KIND=_kind(view), SCALED=scaled,
             SOFTCAP=spec.softcap is not None, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
-            **launching(),
+            **launching(tokens),
         )  # fmt: skip
         sum_partitions[(tokens, heads)](
             out, sums, largest, total, rows.positions, v_scale, partitions, first,
             HEADS=heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=padded(partitions), STEP=8,
-            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4, **launching(),
+            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4, **launching(tokens),
         )  # fmt: skip
 
     def attention(

@@ -144,14 +144,14 @@ def gated_delta(
             kept.stride(0), kept.stride(1), state.capacity, eps,
             spec.value_heads, spec.value_heads // spec.key_heads, spec.key_dim, spec.value_dim, spec.kernel - 1,
             spec.gate == "silu", triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim),
-            num_warps=4, **launching(),
+            num_warps=4, **launching(qkvz.shape[0]),
         )  # fmt: skip
     if rows.verify < count:
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
     if count and conv.capacity:
         store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
             qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS,
-            **launching(),
+            **launching(qkvz.shape[0]),
         )  # fmt: skip
     return out
 

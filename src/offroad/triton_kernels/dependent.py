@@ -18,6 +18,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OLDEST = (9, 0)
+# Tokens of a step: with more, kernels are longer than what a start costs, and what comes early takes SMs unevenly. An H100
+# decodes Qwen3.5-27B W4A16 of 8 sequences 2 % faster so, and of 64 5 % slower.
+MOST = 16
 
 
 @triton.jit
@@ -42,6 +45,6 @@ def _supported() -> bool:
     return not interpreted and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST
 
 
-def launching() -> dict[str, Any]:
-    """Keyword arguments of a launch of a kernel that calls `take_turn`."""
-    return {"PDL": True, "launch_pdl": True} if _supported() else {"PDL": False}
+def launching(tokens: int) -> dict[str, Any]:
+    """Keyword arguments of a launch of a kernel that calls `take_turn`, in a step of `tokens`."""
+    return {"PDL": True, "launch_pdl": True} if tokens <= MOST and _supported() else {"PDL": False}

@@ -72,7 +72,7 @@ def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         gated_activation_kernel[_grid(tokens, size)](
-            gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK, **launching()
+            gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK, **launching(tokens)
         )
     return out
 
@@ -83,7 +83,9 @@ def output_gate(x: torch.Tensor, qkv: torch.Tensor, spec: AttentionSpec) -> torc
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         strides = (x.stride(0), qkv.stride(0))
-        output_gate_kernel[_grid(*x.shape)](x, qkv, out, *strides, x.shape[1], spec.head_dim, BLOCK, **launching())
+        output_gate_kernel[_grid(*x.shape)](
+            x, qkv, out, *strides, x.shape[1], spec.head_dim, BLOCK, **launching(x.shape[0])
+        )
     return out
 
 
@@ -94,7 +96,7 @@ def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -
     if out.numel():
         rounded = float(torch.tensor(scale, dtype=dtype))
         embed_kernel[_grid(*out.shape)](
-            ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK, **launching()
+            ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK, **launching(ids.shape[0])
         )
     return out
 

@@ -248,7 +248,7 @@ def launch(
         PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
         num_warps=at.warps,
-        **launching(),
+        **launching(rows),
     )
 
 
@@ -275,7 +275,7 @@ def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             it.s_group,
             **it.flags,
             ASM=not INTERPRETED and x.dtype != torch.float32,
-            **launching(),
+            **launching(x.shape[0]),
         )
         torch.mm(x, piece.T, out=y[:, first:last])
     return y if weight.bias is None else y.add_(weight.bias)

@@ -89,7 +89,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tens
             weight is not None,
             block,
             num_warps=warps_of(block),
-            **launching(),
+            **launching(rows.shape[0]),
         )
     return out
 
@@ -130,7 +130,7 @@ def _add_norm(
             post is not None,
             block,
             num_warps=warps_of(block),
-            **launching(),
+            **launching(tokens),
         )
     return out, total
 

@@ -122,7 +122,7 @@ def qkv_rope(
             qkv, positions, table, q_norm, k_norm, q, k, v, tokens, qkv.stride(0), positions.stride(0), eps,
             heads, kv_heads, dim, spec.q_width // heads, spec.rope.dim, q_norm is not None, k_norm is not None,
             spec.k_eq_v, sections is not None, height, width, TOKENS, triton.next_power_of_2(dim), num_warps=TOKENS,
-            **launching(),
+            **launching(tokens),
         )  # fmt: skip
     return q, k, v
 

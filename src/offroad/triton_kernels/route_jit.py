@@ -61,7 +61,7 @@ def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple
             scale is not None,
             *blocks,
             num_warps=1,
-            **launching(),
+            **launching(tokens),
         )
     return weights, chosen
 

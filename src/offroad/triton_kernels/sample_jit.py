@@ -126,9 +126,11 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
             vocab,
             parts,
             BLOCK,
-            **launching(),
+            **launching(rows),
         )
-        choose_kernel[(rows,)](scores, tokens, out, parts, triton.next_power_of_2(parts), num_warps=1, **launching())
+        choose_kernel[(rows,)](
+            scores, tokens, out, parts, triton.next_power_of_2(parts), num_warps=1, **launching(rows)
+        )
     return out
 
 
