@@ -148,6 +148,7 @@ class Engine:
             namespace=p.fingerprint,
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
+            invariant=p.batch_invariant,
         )
         return Scheduler(
             config,

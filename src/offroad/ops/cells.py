@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
@@ -236,6 +236,7 @@ class Resolver:
     def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings) -> None:
         self.registry, self.device = registry, device
         self.allow_reference = settings.allow_reference or device.kind == "cpu"
+        self.invariant = settings.batch_invariant
         self.forced = self._forced(settings.kernel)
         self.check = lru_cache(maxsize=None)(self._check)
 
@@ -258,19 +259,22 @@ class Resolver:
             return Verdict(False, f"--kernel names {forced}")
         if kernel.reference and not self.allow_reference:
             return Verdict(False, "a reference kernel, slow on a GPU; allow it with --allow-reference")
+        if problem.invariant and not self.registry.invariant(name):
+            return Verdict(False, "--batch-invariant: what it gives for a row may depend on how many rows there are")
         return kernel.check(self.device, problem)
 
     def resolve(self, group: Group) -> dict[Cell, Choice]:
         """A choice for each cell of the group; cells without a kernel have kernel ""."""
         verdicts: list[dict[str, Verdict]] = []
-        for cell, problem in group.cells:
+        cells = [(cell, replace(problem, invariant=self.invariant)) for cell, problem in group.cells]
+        for cell, problem in cells:
             forced = self.forced.get(cell.op, self.forced.get(problem.op))
             names = [kernel.name for kernel in self.registry.candidates(problem.op)]
             verdicts.append({name: self.check(name, problem, forced) for name in names})
         layout = self._layout(verdicts)
         return {
             cell: self._choose(problem, verdict, layout)
-            for (cell, problem), verdict in zip(group.cells, verdicts, strict=True)
+            for (cell, problem), verdict in zip(cells, verdicts, strict=True)
         }
 
     @staticmethod

@@ -43,6 +43,7 @@ class Problem:
     features: frozenset[str] = frozenset()
     stored: tuple[str, ...] = ()  # linear: how the checkpoint stores each part
     parts: tuple[tuple[str, str], ...] = ()  # a block: its parts and the kernel that the plan has for each
+    invariant: bool = False  # a row's result must not depend on the rows beside it (--batch-invariant)
 
     def size(self, name: str) -> int:
         return dict(self.sizes)[name]
@@ -74,6 +75,10 @@ class Kernel(Protocol):
 
     A kernel may have `capturable`, which says that a CUDA graph can hold its calls: of a step's values it reads what
     lies on the device only, and it waits for nothing. Without it, it is not.
+
+    It may have `invariant`, which says that for a problem that asks so a row's result is bit for bit the same whatever
+    rows are beside it, however many they are, and wherever a prompt is cut at a multiple of a block. Without it, it is
+    not.
     """
 
     name: str
@@ -104,6 +109,10 @@ class Registry:
     def capturable(self, name: str) -> bool:
         """Whether a CUDA graph can hold the kernel."""
         return getattr(self.kernels[name], "capturable", False)
+
+    def invariant(self, name: str) -> bool:
+        """Whether the kernel can keep rows apart: see `Kernel`."""
+        return getattr(self.kernels[name], "invariant", False)
 
     def candidates(self, op: str) -> list[Kernel]:
         return [kernel for kernel in self.kernels.values() if kernel.op == op]

@@ -53,7 +53,7 @@ class Runner:
         launch has been compiled: `progress` is told how far that is, `compiled` how much it was."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        plain = fused_draw(plan.device)
+        plain = None if plan.batch_invariant else fused_draw(plan.device)  # one way of drawing, whoever is beside
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device, plain)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()

@@ -22,8 +22,8 @@ class TritonKernel:
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
     gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
     gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
-    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it (see
-    ops/spec.py).
+    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it, `invariant`: it
+    can keep rows apart (see ops/spec.py), and `bind` minds whether the problem asks for it.
     """
 
     name: str
@@ -38,6 +38,7 @@ class TritonKernel:
     cost: float = 1.0
     reference: bool = False
     capturable: bool = True
+    invariant: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":

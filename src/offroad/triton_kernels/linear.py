@@ -44,17 +44,23 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
     return limits
 
 
+def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
+    if not problem.invariant:
+        return "is for --batch-invariant: torch's GEMM, whose tiles change with the rows, is faster"
+    return _limits("dense")(device, problem)
+
+
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_run import card_of, run
 
-    return partial(run, on=card_of(device))
+    return partial(run, on=card_of(device), invariant=problem.invariant)
 
 
 def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_grouped import grouped
     from offroad.triton_kernels.linear_run import card_of
 
-    return partial(grouped, on=card_of(device))
+    return partial(grouped, on=card_of(device), invariant=problem.invariant)
 
 
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +78,7 @@ def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
 
 
 def register(registry: Registry) -> None:
-    """Adds the linears and embeddings over weights of 4 and of 8 bits, and the linears of experts."""
+    """Adds the linears and embeddings over weights of 4 and of 8 bits, the dense ones and those of experts."""
     for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
         limits, shared = _limits(layout), _shared(layout)
         registry.add(
@@ -86,6 +92,18 @@ def register(registry: Registry) -> None:
                 reason=REASON[layout],
             )
         )
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_linear,
+            _only_invariant,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            layout="dense",
+            reason="Triton kernel of one tile: --batch-invariant",
+        )
+    )
     for layout, bits in ((W4, 4), (W8, 8)):
         limits = _limits(layout)
         registry.add(

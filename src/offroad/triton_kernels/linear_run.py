@@ -162,7 +162,7 @@ def run(
     for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
     operations at many. `choice` is a tile to measure, `on` the card (None: that of x).
     """
-    if "w" in weight.tensors:
+    if "w" in weight.tensors and not invariant:
         return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
