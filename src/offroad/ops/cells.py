@@ -19,7 +19,7 @@ from offroad.models.spec import (
     ScoredMoeSpec,
     SparseMlaSpec,
 )
-from offroad.ops.spec import Kernel, Problem, Registry, Verdict
+from offroad.ops.spec import Kernel, Load, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
@@ -54,6 +54,8 @@ class Choice:
     problem: Problem
     layout: str = ""
     refused: tuple[Refusal, ...] = ()
+    workspace: int = 0  # bytes, as in Verdict
+    temporary: int = 0
 
 
 @dataclass(frozen=True)
@@ -233,8 +235,8 @@ def _kernel(cells: dict[Cell, Choice], layer: int, shared: int, op: str, phase: 
 class Resolver:
     """Asks every candidate of every cell, and takes the cheapest that agrees on a layout within its group."""
 
-    def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings) -> None:
-        self.registry, self.device = registry, device
+    def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings, load: Load = Load()) -> None:
+        self.registry, self.device, self.load = registry, device, load
         self.allow_reference = settings.allow_reference or device.kind == "cpu"
         self.invariant = settings.batch_invariant
         self.forced = self._forced(settings.kernel)
@@ -266,7 +268,7 @@ class Resolver:
     def resolve(self, group: Group) -> dict[Cell, Choice]:
         """A choice for each cell of the group; cells without a kernel have kernel ""."""
         verdicts: list[dict[str, Verdict]] = []
-        cells = [(cell, replace(problem, invariant=self.invariant)) for cell, problem in group.cells]
+        cells = [(cell, replace(problem, invariant=self.invariant, load=self.load)) for cell, problem in group.cells]
         for cell, problem in cells:
             forced = self.forced.get(cell.op, self.forced.get(problem.op))
             names = [kernel.name for kernel in self.registry.candidates(problem.op)]
@@ -308,5 +310,7 @@ class Resolver:
             else:
                 reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
             refused.append(Refusal(name, reason))
-        reason = able[chosen].reason if chosen else "no kernel" if verdicts else _SPECIFIED
-        return Choice(chosen, reason, problem, able[chosen].layout if chosen else "", tuple(refused))
+        if not chosen:
+            return Choice("", "no kernel" if verdicts else _SPECIFIED, problem, refused=tuple(refused))
+        taken = able[chosen]
+        return Choice(chosen, taken.reason, problem, taken.layout, tuple(refused), taken.workspace, taken.temporary)

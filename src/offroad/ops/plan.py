@@ -22,7 +22,7 @@ from offroad.ops.capture import GraphPlan, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.invariant import invariant_notes
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
-from offroad.ops.spec import Registry
+from offroad.ops.spec import Load, Registry
 from offroad.settings import Settings
 from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
@@ -97,6 +97,7 @@ class Plan:
             f"checkpoints {m.checkpoints} x {m.checkpoint_bytes / 1024:.0f} KiB | "
             f"tables {m.tables / mib:.0f} MiB | workspace {m.workspace / mib:.0f} MiB | "
             f"headroom {m.headroom / mib:.0f} MiB",
+            f"workspace       {m.workspaces.describe()}",
             f"room            {held:,} tokens of history: {held / self.max_len:.1f} sequences of the whole context",
             f"bound           {_bound(self.bound, self.max_num_seqs)}",
             *(f"note            {note}" for note in self.notes),
@@ -322,8 +323,11 @@ def plan(
     spec = shard(drafting(spec, headers, drafter), ranks)
     k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
     check_groups(spec, headers, ranks)
-    resolver = Resolver(registry, device, settings)
-    block = bytes_of.block_of(spec)
+    block, length = bytes_of.block_of(spec), settings.max_model_len or spec.max_len
+    load = Load(
+        settings.max_num_seqs, k + 1, min(settings.max_num_batched_tokens, length * settings.max_num_seqs), length
+    )
+    resolver = Resolver(registry, device, settings, load)
     store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
     if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
         store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
@@ -333,7 +337,7 @@ def plan(
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes, cells)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,

@@ -30,6 +30,7 @@ from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
 from offroad.triton_kernels.draw import fused_draw
+from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
@@ -65,6 +66,7 @@ class Runner:
         self.compiled = ""
         if uses_triton(plan) and device.type == "cuda":
             proposer = self.drafting.proposer if self.drafting is not None else None
+            MEMORY.reserve(device, plan.memory.workspaces.kept)
             parts = Parts(plan, model, self.ops, self.arrays, proposer, plain, spec.vocab)
             self.compiled = prepare_triton(parts, progress)
         if plan.graphs.rows:

@@ -13,6 +13,7 @@ from offroad.quant.packed import Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
+from offroad.triton_kernels.memory import DENSE_BYTES, split_bytes
 
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
@@ -23,6 +24,7 @@ REASON = {
     "dense": "Triton kernel, each expert's weights once for all of its tokens",
 }
 SMALLEST_GROUP = 16
+DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
@@ -73,6 +75,15 @@ def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
     return embed
 
 
+def _workspace(device: DeviceProfile, problem: Problem) -> int:
+    """Parts of sums; dequantised weights where a step has as many tokens that this is done (or the like of them)."""
+    return DENSE_BYTES if problem.load.tokens >= DENSE_FROM or problem.invariant else split_bytes(device.units)
+
+
+def _grouped_workspace(device: DeviceProfile, problem: Problem) -> int:
+    return 0 if problem.invariant else split_bytes(device.units)
+
+
 def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
     return lambda device, problem: SHARED_OF[layout]
 
@@ -90,6 +101,7 @@ def register(registry: Registry) -> None:
                 shared,
                 layout=layout,
                 reason=REASON[layout],
+                workspace=_grouped_workspace,
             )
         )
     registry.add(
@@ -102,6 +114,7 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias"}),
             layout="dense",
             reason="Triton kernel of one tile: --batch-invariant",
+            workspace=_workspace,
         )
     )
     for layout, bits in ((W4, 4), (W8, 8)):
@@ -116,6 +129,7 @@ def register(registry: Registry) -> None:
                 features=frozenset({"bias"}),
                 layout=layout,
                 reason=REASON[layout],
+                workspace=_workspace,
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))

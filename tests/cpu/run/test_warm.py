@@ -41,6 +41,13 @@ def test_steps_of_any_rows_launch_what_was_collected(answers: dict[str, dict], n
     assert found["unused"] < 0.3 * found["prepared"]  # nor is time spent on what nothing launches
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 drafts", "qwen3.5", "moe", "gemma e"])
+def test_kernels_share_what_was_planned(answers: dict[str, dict], name: str):
+    """Steps of as many tokens as a plan allows dequantise weights, which takes all of it."""
+    asked, planned = answers[name]["shared"]
+    assert asked == planned > 0
+
+
 def test_a_kernel_is_compiled_once_and_then_found_on_disk(answers: dict[str, dict]):
     assert answers["compiled"]["counts"] == [[2, 2, 0], [2, 0, 2]]  # collected, compiled, from disk
     assert answers["compiled"]["reports"] == [[1, 2], [2, 2]] * 2

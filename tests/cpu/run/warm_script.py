@@ -27,6 +27,7 @@ from offroad.settings import Settings
 from offroad.speculate.config import drafting
 from offroad.triton_kernels import warm
 from offroad.triton_kernels.draw import fused_draw
+from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.dummy import DummySource
 from offroad.weights.load import load
 
@@ -138,6 +139,11 @@ def served(plan: Plan, runner: Runner, count: int) -> warm.Launches:
     return launches
 
 
+def shared_memory(plan: Plan) -> tuple[int, int]:
+    """(bytes that were asked for at once, planned)."""
+    return MEMORY.most.pop(torch.device("meta"), 0), plan.memory.workspaces.kept
+
+
 def closed(name: str, count: int) -> dict:
     plan, runner = runner_of(name)
     proposer = runner.drafting.proposer if runner.drafting is not None else None
@@ -149,6 +155,7 @@ def closed(name: str, count: int) -> dict:
         "prepared": len(prepared.found),
         "asked": len(asked.found),
         "missing": sorted(asked.keys() - names),
+        "shared": shared_memory(plan),
         "unused": len(names - asked.keys()),
         "widths": sorted({key.partition("BM=('constexpr', ")[2].partition(")")[0] for key in names} - {""}),
     }
