@@ -178,6 +178,7 @@ class Engine:
             plan_fingerprint=p.fingerprint,
             memory_summary=memory,
             load_seconds=seconds,
+            compiled=self.runner.compiled,
             plan_json=json.dumps(p.to_json()),
         )
 
