@@ -143,6 +143,7 @@ class Engine:
             namespace=p.fingerprint,
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
+            invariant=p.batch_invariant,
         )
         return Scheduler(
             config,
@@ -172,6 +173,7 @@ class Engine:
             plan_fingerprint=p.fingerprint,
             memory_summary=memory,
             load_seconds=seconds,
+            compiled=self.runner.compiled,
             plan_json=json.dumps(p.to_json()),
         )
 

@@ -17,6 +17,7 @@ from offroad.engine import Engine  # noqa: E402
 from offroad.sample.params import SamplingParams  # noqa: E402
 from offroad.schedule.request import Request  # noqa: E402
 from offroad.settings import Settings  # noqa: E402
+from offroad.triton_kernels.memory import MEMORY  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -66,6 +67,7 @@ def test_requests_compile_nothing(family: str, drafts: bool, tmp_path: Path):
             model=str(tmp_path), device="cuda", dtype="bfloat16", max_num_seqs=9, max_num_batched_tokens=192,
             memory_utilization=0.3, enforce_eager=eager, **more,
         )  # fmt: skip
+        MEMORY.most.clear()
         engine = Engine(settings)
         assert engine.runner.compiled
         print(family, drafts, eager, engine.runner.compiled, f"ready in {engine.info.load_seconds:.1f} s")
@@ -73,4 +75,5 @@ def test_requests_compile_nothing(family: str, drafts: bool, tmp_path: Path):
         assert serve(engine, 40, 1 + eager) > 300
         engine.check()
         assert engine.stats().late_compilations == before
+        assert MEMORY.most[torch.device("cuda", 0)] <= engine.plan.memory.workspaces.kept
         engine.close()

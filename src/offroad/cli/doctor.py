@@ -159,6 +159,7 @@ def examine() -> dict[str, Any]:
         "cuda_missing": cuda_missing(),
         "compiler": {"command": " ".join(compiler.command), "version": compiler.version} if compiler else None,
         "native_library": library,
+        "triton_cache": triton_cache(device),
         "packages": {name: package_version(name) for name in PACKAGES},
         "kernels": kernel_facts(default_registry(), device) if device else [],
         "environment": in_force(),
@@ -198,6 +199,15 @@ def driver() -> str | None:
         if done.returncode == 0 and lines
         else f"nvidia-smi failed: {(done.stderr or done.stdout).strip()[:200]}"
     )
+
+
+def triton_cache(device: DeviceProfile | None) -> str | None:
+    """Where compiled Triton kernels are kept; None where no kernel is Triton's."""
+    if device is None or device.kind != "cuda" or device.tool("triton") is None:
+        return None
+    from offroad.triton_kernels.warm import folder
+
+    return folder()
 
 
 def sample_problems(dtype: str) -> list[Problem]:
@@ -272,6 +282,8 @@ def render(facts: dict[str, Any]) -> str:
     lines.append(f"cuda         {facts['cuda_missing'] or facts['cuda']}")
     lines.append("compiler     " + (f"{compiler['version']} ({compiler['command']})" if compiler else "none"))
     lines.append("C kernels    " + (facts["native_library"] or "not built"))
+    if facts["triton_cache"]:
+        lines.append(f"Triton cache {facts['triton_cache']}")
     lines.append(
         "packages     "
         + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items())

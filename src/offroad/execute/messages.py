@@ -34,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     plan_json: str
     max_num_seqs: int = 0
+    compiled: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

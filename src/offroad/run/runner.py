@@ -30,6 +30,7 @@ from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
 from offroad.triton_kernels.draw import fused_draw
+from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
@@ -53,7 +54,7 @@ class Runner:
         launch has been compiled: `progress` is told how far that is, `compiled` how much it was."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        plain = fused_draw(plan.device)
+        plain = None if plan.batch_invariant else fused_draw(plan.device)  # one way of drawing, whoever is beside
         self.sampler = Sampler(plan.memory.slots, spec.vocab, device, plain)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
@@ -65,6 +66,7 @@ class Runner:
         self.compiled = ""
         if uses_triton(plan) and device.type == "cuda":
             proposer = self.drafting.proposer if self.drafting is not None else None
+            MEMORY.reserve(device, plan.memory.workspaces.kept)
             parts = Parts(plan, model, self.ops, self.arrays, proposer, plain, spec.vocab)
             self.compiled = prepare_triton(parts, progress)
         if plan.graphs.rows:

@@ -147,7 +147,7 @@ class Scheduler:
             job = next((job for job in self.waiting if job.leader is None or job.leader.shared), None)
             if job is None:
                 return
-            promised = self._promised()
+            promised = self._promised(job)
             room = (self.cache.history.free - promised[0], self.cache.window.free - promised[1])
             if self.cache.live and job is self._refused[0] and max(map(sub, room, self._refused[1])) <= 0:
                 return  # no more room than when it was refused: a long prompt is not looked up again at each step
@@ -164,11 +164,14 @@ class Scheduler:
             if not job.counted:
                 self._count(job)
 
-    def _promised(self) -> tuple[int, int]:
-        """(history, window) blocks that are left to running sequences: for the rest of their prompts, and one each."""
+    def _promised(self, job: Job) -> tuple[int, int]:
+        """(history, window) blocks that are left to running sequences: for the rest of their prompts, and one each.
+        Kept apart, for all that they and `job` may become: who is released and read again has other bits."""
         config, history = self.config, len(self.running)
-        for job in self.running:
-            history += max(0, config.blocks(job.goal + config.k) - len(job.history))
+        history += config.blocks(job.limit) - config.blocks(len(job.tokens)) if config.invariant else 0
+        for other in self.running:
+            end = other.limit if config.invariant else other.goal
+            history += max(0, config.blocks(end + config.k) - len(other.history))
         return history, len(self.running) if config.keep else 0
 
     def _count(self, job: Job) -> None:
@@ -197,17 +200,19 @@ class Scheduler:
                 if width >= 1 and (row := self._reserve(job, Kind.VERIFY, width)) is not None:
                     verify.append(row)
                     spare -= width - 1
-            elif spare and (row := self._reserve(job, Kind.CHUNK, self._chunk(job, spare))) is not None:
+            elif (width := self._chunk(job, spare)) and (row := self._reserve(job, Kind.CHUNK, width)) is not None:
                 chunks.append(row)
                 spare -= row.width
         return verify, chunks
 
     def _chunk(self, job: Job, room: int) -> int:
-        """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
-        the prompt's last boundary can, since it is all but the window at the end."""
+        """Tokens of the next chunk; 0: it waits for room. It ends on a mark, whose state or window could not be kept
+        otherwise; the window of the prompt's last boundary can, since it is all but the window at the end."""
         high = job.high
         end = min(job.goal, high + min(room, self.max_chunk))
-        if not self.config.marked:
+        if self.config.invariant and end < job.goal:  # within a block it would change sums of recurrent layers
+            end = max(high, end - end % self.config.block)
+        if not self.config.marked or end == high:
             return end - high
         mark = job.next_mark(high, self.config.interval)
         last = (job.goal - 1) // self.config.block * self.config.block

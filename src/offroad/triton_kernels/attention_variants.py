@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from offroad.triton_kernels.attention import KINDS, Tile, decode_tile, padded, precision_of, prefill_tile, wide
+from offroad.triton_kernels.attention import (
+    KINDS,
+    SMALLEST,
+    Tile,
+    decode_tile,
+    padded,
+    precision_of,
+    prefill_tile,
+    wide,
+)
 from offroad.triton_kernels.compile import SHARED, Variant
 from offroad.triton_kernels.kv_rows import LISTS, store_rows
-from offroad.triton_kernels.paged_decode import SMALLEST, paged_decode, sum_partitions
+from offroad.triton_kernels.paged_decode import paged_decode, sum_partitions
 from offroad.triton_kernels.paged_prefill import paged_prefill
 
 _POINTERS = {

@@ -5,6 +5,7 @@ Nothing here waits for the device, and grids depend on shapes alone, so a step c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -71,6 +72,8 @@ def grouped(
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
     blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
     at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype)
+    if invariant:
+        at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
     if alone:
         ids, owner = _alone(pairs, at.m, x.device), experts.flatten()
     else:

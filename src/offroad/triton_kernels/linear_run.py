@@ -17,11 +17,11 @@ from offroad.device.profile import DeviceProfile
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_jit
 from offroad.triton_kernels.dependent import launching
+from offroad.triton_kernels.linear import DENSE_FROM
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
+from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY
 
 INTERPRETED = triton.knobs.runtime.interpret
-DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
-DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
 ENOUGH_WIDE = 1.8  # the same for 17 to 64 tokens and 4-bit weights
@@ -134,24 +134,6 @@ def card(device: torch.device) -> Card:
     return Card(found.multi_processor_count, found.major == 9)
 
 
-class Memory:
-    """Tensors kept between launches, by device and use; one that must grow leaves the smaller one to the graphs that
-    captured it. Launches of one device use it one after the other: one stream."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
-
-    def get(self, device: torch.device, use: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """At least `size` elements; zeros when it is made."""
-        kept = self.kept.setdefault((device, use), [])
-        if not kept or kept[-1].numel() < size:
-            kept.append(torch.zeros(size, dtype=dtype, device=device))
-        return kept[-1]
-
-
-MEMORY = Memory()
-
-
 def run(
     x: torch.Tensor,
     weight: Packed,
@@ -168,7 +150,7 @@ def run(
     for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
     operations at many. `choice` is a tile to measure, `on` the card (None: that of x).
     """
-    if "w" in weight.tensors:
+    if "w" in weight.tensors and not invariant:
         return dense(x, weight, on=on)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
@@ -181,7 +163,11 @@ def run(
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
         at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
-        launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
+        fits = DENSE_BYTES // (4 * at.split * weight.n) // at.m * at.m  # rows whose parts of sums have room
+        piece = max(at.m, fits) if invariant and at.split > 1 else rows
+        for first in range(0, rows, piece):
+            part = slice(first, first + piece)
+            launch(x[part], it, y[part], weight, at, -(-len(y[part]) // at.m), weight.n)
     return y
 
 

@@ -10,9 +10,9 @@ import triton.language as tl
 from offroad.triton_kernels.dependent import take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS, loaded
 
-# Partitions of a history are SMALLEST tokens long up to position 32 * SMALLEST, then twice as long per doubling of the
-# position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too many for memory.
-SMALLEST = 128
+# Partitions of a history are SMALLEST tokens long (see attention.py) up to position 32 * SMALLEST, then twice as long
+# per doubling of the position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too
+# many for memory.
 DOUBLINGS = 13
 _DOUBLINGS: tl.constexpr = tl.constexpr(DOUBLINGS)
 

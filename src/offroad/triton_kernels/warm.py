@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -20,8 +20,14 @@ import triton
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from offroad.errors import PlanError
+
 _log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]  # how many are done, and how many there are
+
+
+class TritonCompileError(PlanError):
+    """A kernel that the plan needs was refused by the compiler, or by the device."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Compiled:
 
 def compile_all(launches: Launches, threads: int, report: Report, load: bool = True) -> Compiled:
     """Compiles what was collected, `threads` at a time: most of the time goes to compilers that hold no Python lock.
-    Raises what Triton raises."""
+    Raises TritonCompileError."""
     counts, lock, before = Compiled(), Lock(), triton.knobs.compilation.listener
 
     def listen(*, cache_hit: bool, **more: Any) -> None:
@@ -99,10 +105,10 @@ def compile_all(launches: Launches, threads: int, report: Report, load: bool = T
     triton.knobs.compilation.listener = listen
     try:
         with ThreadPoolExecutor(max(1, threads), thread_name_prefix="triton") as pool:
-            futures = [pool.submit(launch.compile, load) for launch in launches.found.values()]
+            futures = {pool.submit(launch.compile, load): launch for launch in launches.found.values()}
             try:
                 for done, future in enumerate(as_completed(futures), 1):
-                    future.result()
+                    _done(future, futures[future])
                     report(done, len(futures))
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -112,18 +118,30 @@ def compile_all(launches: Launches, threads: int, report: Report, load: bool = T
     return counts
 
 
+def _done(future: Future[None], launch: Launch) -> None:
+    try:
+        future.result()
+    except Exception as error:  # compilers, drivers and linkers raise what they like
+        raise TritonCompileError(
+            f"Triton kernel {launch.key}",
+            found=f"{type(error).__name__}: {error}",
+            accepted="a kernel that compiles and that the device can hold",
+            next="see `offroad doctor`; Triton needs a C compiler and Python's headers",
+        ) from error
+
+
 class Late:
     """Counts kernels that are compiled, or read from disk, from `watch` on, and warns of each: those that were not
     collected. `count` only grows."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.watching = False
+        self.watching = self.hooked = False
 
     def watch(self) -> None:
         """Begins to count."""
-        if not self.watching:
-            self.watching, before = True, triton.knobs.runtime.jit_post_compile_hook
+        if not self.hooked:
+            self.hooked, before = True, triton.knobs.runtime.jit_post_compile_hook
 
             def hook(*, key: Any, repr: str, fn: Any, **more: Any) -> Any:
                 if self.watching:
@@ -132,6 +150,7 @@ class Late:
                 return None if before is None else before(key=key, repr=repr, fn=fn, **more)
 
             triton.knobs.runtime.jit_post_compile_hook = hook
+        self.watching = True
 
     def rest(self) -> None:
         """Ends counting, while another model is prepared."""

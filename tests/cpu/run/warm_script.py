@@ -27,6 +27,7 @@ from offroad.settings import Settings
 from offroad.speculate.config import drafting
 from offroad.triton_kernels import warm
 from offroad.triton_kernels.draw import fused_draw
+from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.dummy import DummySource
 from offroad.weights.load import load
 
@@ -38,7 +39,7 @@ QWEN3 = ("qwen3-8b", SMALL | DENSE | dict(num_hidden_layers=2))
 HYBRID = SMALL | DENSE | QWEN | dict(num_hidden_layers=4, mtp_num_hidden_layers=0)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 CASES: dict[str, tuple[str, dict, str, dict]] = {
-    "qwen3": (*QWEN3, "w4a16-g128", {}),
+    "qwen3 invariant": (*QWEN3, "w4a16-g128", dict(batch_invariant=True)),
     "qwen3 drafts": (*QWEN3, "fp8-block", dict(speculative_config=NGRAM)),
     "qwen3.5": ("qwen3.5-27b", HYBRID, "w4a16-g128", {}),
     "moe": (
@@ -138,6 +139,11 @@ def served(plan: Plan, runner: Runner, count: int) -> warm.Launches:
     return launches
 
 
+def shared_memory(plan: Plan) -> tuple[int, int]:
+    """(bytes that were asked for at once, planned)."""
+    return MEMORY.most.pop(torch.device("meta"), 0), plan.memory.workspaces.kept
+
+
 def closed(name: str, count: int) -> dict:
     plan, runner = runner_of(name)
     proposer = runner.drafting.proposer if runner.drafting is not None else None
@@ -149,6 +155,7 @@ def closed(name: str, count: int) -> dict:
         "prepared": len(prepared.found),
         "asked": len(asked.found),
         "missing": sorted(asked.keys() - names),
+        "shared": shared_memory(plan),
         "unused": len(names - asked.keys()),
         "widths": sorted({key.partition("BM=('constexpr', ")[2].partition(")")[0] for key in names} - {""}),
     }
@@ -173,6 +180,9 @@ def compiled() -> dict:
     late = warm.Launches()
     with warm.collect(late):
         ask(256)
+    for _ in range(2):  # as two engines of one process do
+        warm.LATE.watch()
+        warm.LATE.rest()
     warm.LATE.watch()
     for launch in [*late.found.values()] * 2:
         launch.compile(load=False)
