@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from offroad.device.profile import DeviceProfile
+from offroad.evidence.block_trials import Parts, block_trials
 from offroad.evidence.kernel_trials import Trial, trials
+from offroad.ops.block_kernels import PartsKernel
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.ops.plan import Plan
 from offroad.ops.spec import Bound, OpSpec, Problem, Registry, Tolerance
 
@@ -48,11 +51,24 @@ class Subject:
     kernel: str
     problem: Problem
     layout: str
+    parts: Parts = ()  # of a block
 
 
 def of_plan(plan: Plan) -> list[Subject]:
     """The kernels of a plan's cells, each once for equal problems."""
-    found = {Subject(choice.kernel, choice.problem, choice.layout): None for choice in plan.cells.values()}
+
+    def parts(cell: Cell, choice: Choice) -> Parts:
+        found = []
+        for name, _ in choice.problem.parts:
+            op, _, phase = name.partition(".")
+            places = (Cell(layer, op, phase or cell.phase) for layer in (cell.layer, MODEL, DRAFTER))
+            found.append((name, next(plan.cells[place] for place in places if place in plan.cells)))
+        return tuple(found)
+
+    found = {
+        Subject(choice.kernel, choice.problem, choice.layout, parts(cell, choice)): None
+        for cell, choice in plan.cells.items()
+    }
     return sorted(found, key=lambda subject: (subject.problem.op, subject.problem.phase, subject.kernel))
 
 
@@ -131,7 +147,10 @@ def _results(subject: Subject, registry: Registry, device: DeviceProfile, place:
     with torch.inference_mode():
         try:
             bound: Bound | None = None
-            for trial in trials(problem, subject.layout, place):
+            tried = trials(problem, subject.layout, place)
+            if subject.parts and not isinstance(kernel, PartsKernel):
+                tried = block_trials(problem, subject.parts, registry, device, place)
+            for trial in tried:
                 bound = bound or kernel.prepare(device, problem)
                 count += 1
                 yield _result(blank, trial, bound, registry.ops[problem.op], problem.dtype)

@@ -226,7 +226,7 @@ def _gated_activation(make: Maker) -> Iterator[Trial]:
         yield _plain(f"{tokens} x {make.sizes['size']:,}, {kind}", make.x(tokens, 2 * make.sizes["size"]), kind)
 
 
-def _attention_spec(make: Maker) -> AttentionSpec:
+def attention_spec(make: Maker) -> AttentionSpec:
     """The layer of an attention, a rope or an output gate, as far as the problem says."""
     sizes, op = make.sizes, make.problem.op
     dim, heads = sizes["head_dim"], sizes["heads"]
@@ -249,7 +249,7 @@ def _attention_spec(make: Maker) -> AttentionSpec:
 
 
 def _output_gate(make: Maker) -> Iterator[Trial]:
-    spec = _attention_spec(make)
+    spec = attention_spec(make)
     width = spec.heads * spec.head_dim
     for tokens in make.counts():
         x, qkv = make.x(tokens, width), make.x(tokens, spec.q_width + 2 * spec.head_dim)
@@ -257,7 +257,7 @@ def _output_gate(make: Maker) -> Iterator[Trial]:
 
 
 def _qkv_rope(make: Maker) -> Iterator[Trial]:
-    spec, length = _attention_spec(make), 4000
+    spec, length = attention_spec(make), 4000
     table = rope_table(spec.rope, length, make.device)
     width = spec.q_width + (spec.kv_heads * spec.head_dim * (1 if spec.k_eq_v else 2) if spec.own_kv else 0)
     q_norm, k_norm = (1 + make.random(spec.head_dim, seed=seed, scale=0.2) for seed in (0, 1))
@@ -273,7 +273,7 @@ def _qkv_rope(make: Maker) -> Iterator[Trial]:
         )
 
 
-def _rows(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
+def rows_of(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
     """Rows (start, width), row i in slot i + 1."""
     widths = [width for _, width in parts]
     values = (range(1, len(parts) + 1), [start for start, _ in parts], widths, np.cumsum([0, *widths[:-1]]))
@@ -285,7 +285,7 @@ def _rows(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
     return Rows(torch.zeros_like(positions), positions, *arrays, *tensors, verify, nothing, np.zeros_like(arrays[2]))
 
 
-def _pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...]) -> PagedView:
+def pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...]) -> PagedView:
     """Pages that hold every row of the slots, in a shuffled order."""
     block, kind = make.sizes["block"], getattr(torch, make.problem.kv_dtype or make.problem.dtype)
     columns = max(-(-(start + width) // block) for start, width in parts)
@@ -299,14 +299,14 @@ def _pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...])
 
 
 def _attention(make: Maker) -> Iterator[Trial]:
-    spec = _attention_spec(make)
+    spec = attention_spec(make)
     small = make.device.type == "cpu"
     steps = (((90, 40), (0, 30)),) if make.problem.phase == "prefill" else (((300, 1), (0, 1), (64, 3)),)
     if not small:
         steps += (((1500, 300),),) if make.problem.phase == "prefill" else (((4095, 1),),)
     least = FIRST if make.has("first") else 0  # a query below sees nothing
     for parts in (tuple((max(start, least), width) for start, width in step) for step in steps):
-        tokens, rows, view = sum(width for _, width in parts), _rows(make, parts), _pages(make, spec, parts)
+        tokens, rows, view = sum(width for _, width in parts), rows_of(make, parts), pages(make, spec, parts)
         q = make.x(tokens, spec.heads, spec.head_dim)
         kv = make.x(tokens, 2 * spec.kv_heads, spec.head_dim)
         k, v = kv.split(spec.kv_heads, dim=1) if spec.own_kv else (None, None)
@@ -354,7 +354,7 @@ def _gated_delta(make: Maker) -> Iterator[Trial]:
     )
     wide = ((37, 90), (0, 70)) if make.device.type == "cpu" else ((37, 300), (0, 200))
     for parts in (wide,) if make.problem.phase == "prefill" else (((37, 1), (0, 1)), ((5, 3), (64, 2), (0, 3))):
-        tokens, rows = sum(width for _, width in parts), _rows(make, parts)
+        tokens, rows = sum(width for _, width in parts), rows_of(make, parts)
         qkvz, ba = make.x(tokens, spec.channels + spec.value_width), make.x(tokens, 2 * spec.value_heads)
         conv, state = _states(make, spec, len(parts) + 1)
         if isinstance(state, ReplayView):  # as after a step that ended where this one begins
