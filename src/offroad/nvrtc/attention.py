@@ -80,7 +80,7 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
         q, k, v = _usable(q), _usable(k), _usable(v)
         _check(q, k, v, view, e5m2)
         tokens, heads, _ = q.shape
-        count, widest = len(rows.slot), int(rows.width.max())
+        count, widest = len(rows.slot), int(rows.width.max(initial=0))
         packed = widest * (heads // spec.kv_heads)
         tiles = next((size for size in sizes if packed <= 8 * size), sizes[-1])
         visible = view.table.shape[1] * view.block

@@ -140,7 +140,8 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
         if many is not None and x.shape[0] >= workspace.CROSSOVER:
             return many.linear(x, weight)
         out = torch.empty((x.shape[0], weight.n), dtype=x.dtype, device=x.device)
-        linears.run(x, weight, out, None)
+        if len(x):  # none: a chunk that wants nothing, in layers that store nothing
+            linears.run(x, weight, out)
         return out
 
     return linear
@@ -156,6 +157,8 @@ def bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
         x = _usable(x.flatten(0, 1) if x.ndim == 3 else x)
         _check(x, weight, linears)
         n = weight.n // count
+        if not len(x):
+            return x.new_empty((*experts.shape, n))
         if n % COLUMNS or experts.dtype != torch.int64 or experts.numel() % x.shape[0]:
             found = f"{count} x {n} rows, {experts.dtype} {tuple(experts.shape)} for {x.shape[0]} rows of x"
             raise LaunchError("grouped_linear", found=found, accepted=f"experts of a multiple of {COLUMNS} rows, int64")

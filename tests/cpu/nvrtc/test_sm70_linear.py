@@ -104,6 +104,19 @@ def test_experts(by_choice: bool, monkeypatch):
         linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 2)
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_no_tokens_need_no_launch(phase: str, monkeypatch):
+    """A chunk that wants nothing, in layers that store nothing."""
+    monkeypatch.setattr(launch, "load", load)
+    case = Case("affine4", 4 * 32, 512, 64, 1)
+    problem, x, packed = replace(case.problem, phase=phase), tokens(case)[:0], pack(weight(case))
+    assert linear.bind(V100, problem)(x, packed).shape == (0, 128)
+    problem = replace(problem, op="grouped_linear", sizes=(("experts", 4), ("k", 512), ("n", 128)))
+    experts = torch.zeros(0, 2, dtype=torch.int64)
+    assert linear.bind_grouped(V100, problem)(x, experts, packed, 4).shape == (0, 2, 32)
+    assert linear.bind_grouped(V100, problem)(x.new_empty(0, 2, 512), experts, packed, 4).shape == (0, 2, 32)
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.sampled_from(linear.TILES))
 @settings(max_examples=60, deadline=None)
 def test_parts_have_each_row_once_and_one_expert(experts: list[int], tiles: int):
