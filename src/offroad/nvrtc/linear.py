@@ -27,7 +27,7 @@ SORTED = 2  # rows an expert, on average, from which on chunks are sorted by exp
 def source(kind: str, tiles: int, scales: int = 1) -> Source:
     """For weights of `kind` (`q4`, ..), 8 * `tiles` tokens a block, and `scales` scales in a lane's 16 bytes."""
     step = step_of(kind, tiles)
-    shared = max(2 * 8 * tiles * (8 // tiles * step + 8), 4 * 8 * 8 * tiles * 32 if tiles < 8 else 0)
+    shared = max(2 * 8 * tiles * (8 // tiles * step + 8), 4 * 8 * 8 * tiles * 32 if tiles < 8 else 0) + 32 * tiles
     defines = {"KIND": NUMBERS[kind], "TILES_M": tiles, "WARPS_N": tiles, "SCALES": scales, "STEP": step}
     blocks = 1 if (kind, tiles) == ("q8", 8) else 2  # for two it would spill
     return Source("linear.cu", (*defines.items(), ("MIN_BLOCKS", blocks)), shared)

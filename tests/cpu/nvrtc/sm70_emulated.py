@@ -72,9 +72,9 @@ class Function:
         getattr(library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
 
 
-def load(source: Source, name: str, layout: str) -> Function:
+def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
     """As `offroad.nvrtc.launch.load`; compiles when the function is first launched."""
-    return Function(name, struct.Struct(layout), source.shared, source)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, source)
 
 
 @cache
