@@ -90,6 +90,7 @@ def usual_problems(dtype: str, device: DeviceProfile) -> Iterator[Problem]:
     """Heads, groups and ways of storing weights as models have them; sizes for seconds rather than minutes."""
     k, n = (1024, 1024) if device.kind == "cpu" else (5120, 4096)
     kinds = ("bf16", "affine4.x-g128", "affine4.x-g32", "affine8.x-g128", "fp8.block128x128", "fp4.nvfp4", "fp4.mxfp4")
+    kinds += ("gguf.q4_k", "gguf.q6_k")
     eight_bits = ("float8_e4m3fn",) if device.has("cvt_e4m3") else ("float8_e5m2",)
     caches = (dtype,) if device.kind == "cpu" else (dtype, *eight_bits)
     delta = {"key_heads": 4, "value_heads": 12, "key_dim": 128, "value_dim": 128, "kernel": 4}

@@ -18,8 +18,8 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import packers
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import PER_BYTE, Packed, group_of
-from offroad.quant.scheme import FLOATS, layout_of, to_dense, widen
+from offroad.quant.packed import PER_BYTE, Packed
+from offroad.quant.scheme import FLOATS, fused_group, layout_of, to_dense, widen
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows
 
 EPS = 1e-6
@@ -112,8 +112,7 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         stored = {FLOATS.get(kind, torch.float32) for kind in kinds} or {torch.float32}
         w = torch.randn(n, k, generator=random).mul_(k**-0.5).to(stored.pop() if len(stored) == 1 else torch.float32)
         return Packed("dense", n, k, {"w": w.to(make.dtype).to(make.device)}, bias=bias)
-    group = min(group_of(kind, k) if not kind.startswith("gguf") else 32 for kind in kinds)
-    group = 16 if "gguf.q6_k" in kinds else group
+    group = fused_group(kinds, k)
     columns = k // PER_BYTE[layout]
     if layout == "fp8":
         q = (torch.randn(n, columns, generator=random) * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -123,6 +122,9 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         q = q.to(torch.int8 if layout == "affine8" else torch.uint8)
     s = (torch.rand(n, -(-k // group), generator=random) + 0.5).mul_(k**-0.5 / _LARGEST[layout]).half().float()
     tensors = {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {})
+    if any("_k" in kind for kind in kinds):  # minima of their own, and a group without a scale
+        tensors["m"] = (torch.rand(s.shape, generator=random) * -15 * s).half().float()
+        s[0, 0] = 0
     tensors = {name: tensor.to(make.device) for name, tensor in tensors.items()}
     ordered = any(kind.endswith("+order") for kind in kinds)
     perm = torch.randperm(k, generator=random).to(make.device) if ordered else None

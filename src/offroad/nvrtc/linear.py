@@ -13,8 +13,7 @@ from offroad.nvrtc.kernel import VOLTA, CudaKernel
 from offroad.nvrtc.launch import LaunchError
 from offroad.nvrtc.pack import CHUNK, COLUMNS, KINDS, LAYOUT, NUMBERS, LaneTiles, unfit
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import group_of
-from offroad.quant.scheme import layout_of
+from offroad.quant.scheme import fused_group, layout_of
 
 ARGS = "@10Pq6ifi"  # `Args` of the kernel
 TILES = (1, 2, 4, 8)  # row tiles of a block; a warp has all of them, more rows make more blocks
@@ -121,7 +120,7 @@ class _Linears:
 
 def _linears(device: DeviceProfile, problem: Problem, sizes: tuple[int, ...]) -> _Linears:
     kind = KINDS[layout_of(problem.stored)]
-    group = min(group_of(stored, problem.size("k")) for stored in problem.stored)
+    group = fused_group(problem.stored, problem.size("k"))
     scales = CHUNK[kind] // 16 if group == 16 else 1
     kernels = {tiles: launch.load(source(kind, tiles, scales), "linear", ARGS) for tiles in sizes}
     return _Linears(kind, scales, device.units, kernels)
@@ -212,10 +211,8 @@ def limits(problem: Problem) -> str | None:
         return f"is for packed weights ({', '.join(KINDS)}); this one is {layout}"
     if any(kind.endswith("+order") for kind in problem.stored):
         return "needs groups of neighbouring columns; the weight's stand apart (actorder)"
-    groups = {group_of(kind, k) for kind in problem.stored}
-    if len(groups) > 1:
-        return f"needs one size of groups; the parts have {sorted(groups)}"
-    return unfit(layout, k, groups.pop())
+    group = fused_group(problem.stored, k)
+    return unfit(layout, k, group) if group else "needs groups that divide k where those of parts differ"
 
 
 def grouped_limits(problem: Problem) -> str | None:
