@@ -28,10 +28,8 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
-def limits_of(layout: str) -> Callable[[Problem], str | None]:
-    """Why a problem is not for kernels over weights of this layout."""
-
-    def limits(problem: Problem) -> str | None:
+def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
+    def limits(device: DeviceProfile, problem: Problem) -> str | None:
         found = layout_of(problem.stored)
         if found not in CANONICAL[layout]:
             return f"reads {' and '.join(CANONICAL[layout])}; the weight is {found}"
@@ -46,11 +44,6 @@ def limits_of(layout: str) -> Callable[[Problem], str | None]:
         return None
 
     return limits
-
-
-def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
-    limits = limits_of(layout)
-    return lambda device, problem: limits(problem)
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
