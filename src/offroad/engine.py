@@ -15,7 +15,8 @@ import torch
 from msgspec import structs
 
 from offroad.cache.spec import CacheConfig
-from offroad.device.probe import resolve_device
+from offroad.device.probe import resolve_device, runnable
+from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
 from offroad.models.registry import Resolved
@@ -45,12 +46,13 @@ def _silent(phase: str, fraction: float, note: str) -> None:
     """Nobody watches the loading."""
 
 
-def make_plan(settings: Settings, source: Source) -> Plan:
-    """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    return _plan(settings, *attach(settings, source))
+def make_plan(settings: Settings, source: Source, device: DeviceProfile | None = None) -> Plan:
+    """The plan of a checkpoint under these settings; reads headers only. `device` None: the one that the settings name.
+    Raises ModelError, PlanError."""
+    return _plan(settings, *attach(settings, source), device or resolve_device(settings))
 
 
-def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
+def _plan(settings: Settings, resolved: Resolved, source: Source, device: DeviceProfile) -> Plan:
     """The plan of a checkpoint, its drafter attached."""
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
@@ -58,7 +60,7 @@ def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
     name = settings.served_model_name or settings.model
     spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
     scaled = len(kv_scales.names(source, spec))
-    return plan(name, spec, source.headers, resolve_device(settings), settings, default_registry(), dtype, scaled)
+    return plan(name, spec, source.headers, device, settings, default_registry(), dtype, scaled)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:
@@ -84,14 +86,7 @@ class Engine:
         source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
         resolved, source = attach(settings, source)
-        self.plan = _plan(settings, resolved, source)
-        if self.plan.device.source == "file":
-            raise PlanError(
-                f"device {self.plan.device.name} is a profile",
-                found="a request to run on it",
-                accepted="auto, cpu, cuda",
-                next=f"use `offroad plan --device {self.plan.device.name}`",
-            )
+        self.plan = _plan(settings, resolved, source, runnable(resolve_device(settings)))
         if self.plan.ranks > 1:
             raise PlanError(
                 "--tensor-parallel-size",

@@ -53,7 +53,11 @@ FLAGS: dict[str, Flag] = {
     "enable_prefix_caching": Flag("memory", "Keep the KV cache of finished requests and reuse common prefixes."),
     "checkpoint_interval": Flag("memory", "Tokens between checkpoints of recurrent state; 0: none.", "TOKENS"),
     "checkpoint_memory_bytes": Flag("memory", "Bytes of checkpoints of recurrent state; 0: planned.", "BYTES"),
-    "device": Flag("speed", "auto, cpu, cuda; for `plan` also a device profile or a path ending in .toml.", "DEVICE"),
+    "device": Flag(
+        "speed",
+        "auto, cpu, cuda, or a profile, or a path of one ending in .toml: to plan for, or to run by on a newer GPU.",
+        "DEVICE",
+    ),
     "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
     "enforce_eager": Flag("speed", "Make no CUDA graphs of decode steps."),

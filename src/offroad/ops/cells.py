@@ -47,7 +47,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved."""
+    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved;
+    `workspace`: bytes that a call takes besides its output."""
 
     kernel: str
     reason: str

@@ -167,6 +167,7 @@ def _store(
     k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, fresh: tuple[torch.Tensor, torch.Tensor] | None
 ) -> None:
     """Stores a step's rows in pages if the view is writable, and as they are stored there in `fresh` if given."""
+    from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.kv_rows import store_rows
 
     k, v = _rows_of(k), _rows_of(v)
@@ -182,11 +183,13 @@ def _store(
         k.stride(0), v.stride(0), view.table.stride(0),
         KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=_kind(view),
         SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4,
+        **launching(k.shape[0]),
     )  # fmt: skip
 
 
 def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
     """Attention of few queries a row, over pages split among programs."""
+    from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.paged_decode import paged_decode, sum_partitions
 
     heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
@@ -219,11 +222,12 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK=view.block,
             TILE=tile.keys, WINDOW=window, BASE=base, KIND=_kind(view), SCALED=scaled,
             SOFTCAP=spec.softcap is not None, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+            **launching(tokens),
         )  # fmt: skip
         sum_partitions[(tokens, heads)](
             out, sums, largest, total, rows.positions, v_scale, partitions, first,
             HEADS=heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=padded(partitions), STEP=8,
-            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4,
+            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4, **launching(tokens),
         )  # fmt: skip
 
     def attention(

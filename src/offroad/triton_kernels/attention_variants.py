@@ -44,7 +44,7 @@ _SHAPES = (
 def _variant(
     label: str, function: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile, **more: Any
 ) -> Variant:
-    names = [name for name in function.arg_names if name not in constants]
+    names = [name for name in function.arg_names if name not in constants and name != "PDL"]
     signature = {name: _TYPES.get(name) or types[name] for name in names}
     pointers = {name for name in names if signature[name] in _POINTERS.values() and name not in LISTS}
     aligned = tuple(name for name in names if name in pointers or name == "q_stride")

@@ -9,7 +9,7 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
-from offroad.quant.packed import Packed, group_of
+from offroad.quant.packed import PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
@@ -28,8 +28,10 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
-def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
-    def limits(device: DeviceProfile, problem: Problem) -> str | None:
+def limits_of(layout: str) -> Callable[[Problem], str | None]:
+    """Why a problem is not for kernels over weights of this layout."""
+
+    def limits(problem: Problem) -> str | None:
         found = layout_of(problem.stored)
         if found not in CANONICAL[layout]:
             return f"reads {' and '.join(CANONICAL[layout])}; the weight is {found}"
@@ -48,14 +50,30 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
 
 def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
     if not problem.invariant:
-        return "is for --batch-invariant: torch's GEMM, whose tiles change with the rows, is faster"
+        return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
     return _limits("dense")(device, problem)
+
+
+def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
+    limits = limits_of(layout)
+    return lambda device, problem: limits(problem)
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_run import card_of, run
 
     return partial(run, on=card_of(device), invariant=problem.invariant)
+
+
+def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, dense
+
+    return partial(dense, on=card_of(device))
+
+
+def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
+    return f"reads dense weights; stored: {packed[0]}" if packed else None
 
 
 def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
@@ -75,7 +93,7 @@ def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
     return embed
 
 
-def _workspace(device: DeviceProfile, problem: Problem) -> int:
+def workspace(device: DeviceProfile, problem: Problem) -> int:
     """Parts of sums; dequantised weights where a step has as many tokens that this is done (or the like of them)."""
     return DENSE_BYTES if problem.load.tokens >= DENSE_FROM or problem.invariant else split_bytes(device.units)
 
@@ -106,7 +124,7 @@ def register(registry: Registry) -> None:
         )
     registry.add(
         TritonKernel(
-            "triton.linear_dense",
+            "triton.linear_invariant",
             "linear",
             _bind_linear,
             _only_invariant,
@@ -114,7 +132,7 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias"}),
             layout="dense",
             reason="Triton kernel of one tile: --batch-invariant",
-            workspace=_workspace,
+            workspace=workspace,
         )
     )
     for layout, bits in ((W4, 4), (W8, 8)):
@@ -129,7 +147,22 @@ def register(registry: Registry) -> None:
                 features=frozenset({"bias"}),
                 layout=layout,
                 reason=REASON[layout],
-                workspace=_workspace,
+                workspace=workspace,
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_dense,
+            _dense_limits,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout="dense",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+            invariant=False,
+            workspace=lambda device, problem: split_bytes(device.units),
+        )
+    )

@@ -59,7 +59,14 @@ class Function:
     shared: int
     source: Source
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        threads: int,
+        *values: float,
+        dependent: bool = False,
+        shared: int | None = None,
+    ) -> None:
         assert min(grid) > 0, grid
         assert max(grid[1:]) < 65_536, grid
         assert 0 < threads <= 1024
@@ -67,7 +74,9 @@ class Function:
         assert -(-self.layout.size // 8) * 8 == library.size_of_args(), (self.layout.size, library.size_of_args())
         packed = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         sizes = (ctypes.c_uint * 3)(*grid)
-        getattr(library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
+        getattr(library, f"launch_{self.name}")(
+            packed, sizes, threads, self.shared if shared is None else shared, ORDER.seed
+        )
 
 
 def load(source: Source, name: str, layout: str) -> Function:

@@ -13,7 +13,7 @@ from sm70_weight_cases import CASES, Case, tokens, weight
 
 from offroad.device.profile import load_profile
 from offroad.errors import PlanError
-from offroad.nvrtc import launch, linear
+from offroad.nvrtc import launch, linear, workspace
 from offroad.nvrtc.pack import LAYOUT, pack, unfit, unpack
 from offroad.ops.linear import TOLERANCE
 from offroad.quant.packed import dequantise
@@ -102,3 +102,70 @@ def test_experts(by_choice: bool, monkeypatch):
     torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
     with pytest.raises(launch.LaunchError, match="multiple of 32"):
         linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 2)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.sampled_from(linear.TILES))
+@settings(max_examples=60, deadline=None)
+def test_parts_have_each_row_once_and_one_expert(experts: list[int], tiles: int):
+    chosen = torch.tensor(experts)
+    parts = linear.Parts.of(chosen, 5, tiles)
+    seen = []
+    for expert, begin, count in parts.table.tolist():
+        assert 0 <= count <= 8 * tiles
+        rows = parts.order[begin : begin + count].tolist()
+        assert len(rows) == count
+        assert all(experts[row] == expert for row in rows)
+        seen += rows
+    assert sorted(seen) == list(range(len(experts)))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "by_choice"), [(5, False), (13, True), (40, False)])
+def test_experts_of_chunks_are_sorted(rows: int, by_choice: bool, monkeypatch):
+    """Uneven shares, one expert without rows; tiles of 8, 16 and 32 rows."""
+    monkeypatch.setattr(launch, "load", load)
+    case = Case("affine4", 4 * 32, 512, 64, rows)
+    problem = replace(
+        case.problem, op="grouped_linear", phase="prefill", sizes=(("experts", 4), ("k", 512), ("n", 128))
+    )
+    experts = torch.tensor([[0, 1 + 2 * (row % 5 == 0)] for row in range(rows)])
+    x = tokens(replace(case, tokens=2 * rows)).unflatten(0, (rows, 2)) if by_choice else tokens(case)
+    w = dequantise(weight(case)).view(4, 32, case.k)
+    wanted = torch.einsum("tcnk,tck->tcn", w[experts], (x if by_choice else x[:, None].expand(rows, 2, -1)).float())
+    bound, outputs, made = linear.bind_grouped(V100, problem), [], []
+    of = linear.Parts.of
+    monkeypatch.setattr(linear.Parts, "of", lambda *args: made.append(args[2]) or of(*args))
+    for seed in (0, 1):
+        ORDER.seed = seed
+        outputs.append(bound(x, experts, pack(weight(case)), 4))
+    assert made == [{5: 1, 13: 1, 40: 4}[rows]] * 2
+    torch.testing.assert_close(outputs[0].float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    assert torch.equal(outputs[0], outputs[1])
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", [case for case in CASES if case.tokens > 2], ids=str)
+def test_many_tokens_go_through_a_workspace(case: Case, monkeypatch):
+    """In slabs of two tiles of columns; the halves are those of the fused kernel."""
+    monkeypatch.setattr(launch, "load", load)
+    monkeypatch.setattr(workspace, "CROSSOVER", 3)
+    monkeypatch.setattr(workspace, "WORKSPACE", 2 * 64 * case.k)
+    problem = replace(case.problem, phase="prefill")
+    linears = next(kernel for kernel in linear.KERNELS if kernel.op == "linear")
+    assert linears.check(V100, problem).workspace == 2 * case.k * min(64, -(-case.n // 32) * 32)
+    assert linears.check(V100, case.problem).workspace == 0
+    packed, x, outputs = pack(weight(case)), tokens(case), []
+    wanted = x.float() @ dequantise(weight(case)).T + (0 if packed.bias is None else packed.bias.float())
+    bound = linear.bind(V100, problem)
+    monkeypatch.setattr(linear._Linears, "run", lambda *_: pytest.fail("the fused kernel"))
+    for seed in (0, 1):
+        ORDER.seed = seed
+        outputs.append(bound(x, packed))
+    torch.testing.assert_close(outputs[0].float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+    assert torch.equal(outputs[0], outputs[1])
+    halves = torch.full((-(-case.n // 32) * 32, case.k), float("nan"), dtype=torch.float16)
+    workspace.Dequantiser.of(packed.kind, 2 if case.group == 16 and packed.kind == "f4" else 1).halves(
+        packed, 0, halves
+    )
+    torch.testing.assert_close(halves[: case.n].float(), unpack(packed), atol=1e-6, rtol=2e-3)
+    assert halves[case.n :].isnan().all()
