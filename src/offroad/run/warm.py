@@ -111,13 +111,16 @@ def verify_shapes(plan: Plan) -> Iterator[Shape]:
 
 
 def chunk_shapes(plan: Plan) -> Iterator[Shape]:
-    """Steps with chunks: alone, and behind a verify row of each width."""
+    """Steps with chunks: alone, each of a token, and behind one or many verify rows of each width."""
     for n in counts(max(plan.chunk, plan.max_num_seqs * (plan.k + 1))):
         full, rest = divmod(n, plan.max_len)
         yield Shape((), (plan.max_len,) * full + ((rest,) if rest else ()))
+    for rows in {2, plan.max_num_seqs}:
+        yield Shape((), (1,) * rows)
     for width in range(1, plan.k + 2):
-        yield Shape((width,), (1,))
-        yield Shape((width,), (min(16, plan.max_len),))
+        for rows in {1, max(1, plan.max_num_seqs - 1)}:
+            yield Shape((width,) * rows, (1,))
+            yield Shape((width,) * rows, (min(16, plan.max_len),))
 
 
 class _Few(list[LayerOps]):

@@ -46,15 +46,25 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
     return limits
 
 
+def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
+    if not problem.invariant:
+        return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
+    return _limits("dense")(device, problem)
+
+
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_run import card_of, run
 
     return partial(run, on=card_of(device), invariant=problem.invariant)
 
 
+def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, dense
+
+    return partial(dense, on=card_of(device))
+
+
 def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    if problem.dtype == "float32" and not problem.invariant:
-        return "multiplies bf16 and fp16; float32 only with --batch-invariant"
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense weights; stored: {packed[0]}" if packed else None
 
@@ -76,7 +86,7 @@ def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
     return embed
 
 
-def _workspace(device: DeviceProfile, problem: Problem) -> int:
+def workspace(device: DeviceProfile, problem: Problem) -> int:
     """Parts of sums; dequantised weights where a step has as many tokens that this is done (or the like of them)."""
     return DENSE_BYTES if problem.load.tokens >= DENSE_FROM or problem.invariant else split_bytes(device.units)
 
@@ -107,15 +117,15 @@ def register(registry: Registry) -> None:
         )
     registry.add(
         TritonKernel(
-            "triton.linear_dense",
+            "triton.linear_invariant",
             "linear",
             _bind_linear,
-            _dense_limits,
+            _only_invariant,
             _shared("dense"),
             features=frozenset({"bias"}),
             layout="dense",
-            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM; all by one tile with --batch-invariant",
-            workspace=_workspace,
+            reason="Triton kernel of one tile: --batch-invariant",
+            workspace=workspace,
         )
     )
     for layout, bits in ((W4, 4), (W8, 8)):
@@ -130,7 +140,22 @@ def register(registry: Registry) -> None:
                 features=frozenset({"bias"}),
                 layout=layout,
                 reason=REASON[layout],
-                workspace=_workspace,
+                workspace=workspace,
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_dense,
+            _dense_limits,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout="dense",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+            invariant=False,
+            workspace=lambda device, problem: split_bytes(device.units),
+        )
+    )

@@ -25,7 +25,7 @@ from offroad.run.warm import Parts, Twins, gather
 from offroad.schedule.step import Kind, Step, Want
 from offroad.settings import Settings
 from offroad.speculate.config import drafting
-from offroad.triton_kernels import warm
+from offroad.triton_kernels import dependent, warm
 from offroad.triton_kernels.draw import fused_draw
 from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.dummy import DummySource
@@ -82,7 +82,7 @@ def runner_of(name: str) -> tuple[Plan, Runner]:
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     config.get("text_config", config).update(changes)
     settings = Settings.of(
-        model="dummy", device="h100-80gb", max_num_seqs=9, max_num_batched_tokens=600, max_model_len=400,
+        model="dummy", device="h100-80gb", max_num_seqs=20, max_num_batched_tokens=600, max_model_len=400,
         kv_cache_memory_bytes=1 << 27, checkpoint_memory_bytes=1 << 20, **more,
     )  # fmt: skip
     source = DummySource(config, "cpu", scheme)
@@ -103,6 +103,7 @@ def steps(plan: Plan, arrays, random_: random.Random, count: int):
     """Rows of steps as a scheduler makes them: chunks of any length, verify rows with any drafts, wants or none."""
     for i in range(count):
         verify = random_.randrange(0, plan.max_num_seqs + 1) if i % 3 else 0
+        single = i % 5 == 4  # many chunks of a token
         chunks = random_.randrange(0 if verify else 1, plan.max_num_seqs + 1 - verify + (not verify)) if i % 4 else 0
         chunks = chunks if verify or chunks else 1
         slots = np.array(random_.sample(range(1, plan.max_num_seqs + 1), min(verify + chunks, plan.max_num_seqs)))
@@ -112,7 +113,7 @@ def steps(plan: Plan, arrays, random_: random.Random, count: int):
         room = plan.chunk - verify * (plan.k + 1)
         for row in range(verify, len(slots)):
             most = max(1, min(plan.max_len, room - (len(slots) - row - 1)))
-            width[row] = 1 if random_.random() < 0.2 else random_.randint(1, most)
+            width[row] = 1 if single or random_.random() < 0.2 else random_.randint(1, most)
             room -= width[row]
         kind = np.array([Kind.VERIFY] * verify + [Kind.CHUNK] * chunks, np.uint8)
         wants = np.array([Want.SAMPLE] * verify + [random_.choice((0, 1)) for _ in range(chunks)], np.uint8)
@@ -192,5 +193,6 @@ def compiled() -> dict:
 
 if __name__ == "__main__":
     driver.set_active(Driver())
+    dependent._supported = lambda: True  # as on the H100
     for name in sys.argv[2:]:
         print(json.dumps(compiled() if name == "compiled" else closed(name, int(sys.argv[1]))), flush=True)
