@@ -25,7 +25,7 @@ from offroad.run.bind import prepare
 from offroad.run.guides import Guides
 from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import Step
 from offroad.settings import Settings
@@ -218,6 +218,10 @@ class Engine:
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
+
+    def sequences(self) -> list[SequenceState]:
+        """How far each sequence is that has not ended."""
+        return self.scheduler.sequences()
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

@@ -18,11 +18,11 @@ from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
 from offroad.schedule.job import Job
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult, Want
 
 _COUNTS = (
-    *("prompt_tokens", "generated_tokens", "preemptions"),
+    *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
@@ -264,6 +264,8 @@ class Scheduler:
         self.number += 1
         for row in rows:
             row.seq.last = self.number
+            if row.kind == _CHUNK:
+                self._counts["prefill_tokens"] += row.width
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
         wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
@@ -366,6 +368,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting) + len(self.leaving),
             kv_blocks_used=history.held,
+            kv_blocks_cached=history.cached,
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
@@ -377,6 +380,10 @@ class Scheduler:
             accepted_by_place=self.drafts.accepted.tolist(),
             **self._counts,
         )
+
+    def sequences(self) -> list[SequenceState]:
+        """How far each sequence is that has not ended: those that run by age, then those that wait."""
+        return [job.standing() for job in (*self.running, *self.leaving, *self.waiting)]
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance; when nothing runs, everything is free (I1)."""
