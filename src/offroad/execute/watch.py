@@ -28,8 +28,8 @@ class Submitted:
 class Watch:
     """The requests that have not ended, how far they are, and the counters of the last seconds.
 
-    `progress` is the last message of a load. `starts` counts how often an engine was started. `clock` gives seconds that
-    only grow.
+    `progress` is the last message of a load. `starts` counts how often an engine was started. `clock` gives seconds
+    that only grow.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,8 +67,8 @@ class Watch:
             samples.popleft()
 
     def window(self) -> tuple[float, Stats, Stats]:
-        """(seconds, counters then, counters now): over the last `WINDOW_SECONDS`, or since the engine's start if that is
-        less. Without steps counters stand still, so those of the last step before the window hold at its beginning."""
+        """(seconds, counters then, counters now): over the last `WINDOW_SECONDS`, or since the engine's start if that
+        is less. Without steps counters stand still, so those of the last step before hold at the window's beginning."""
         now = self.clock()
         if not self._samples:
             return 0.0, Stats(), Stats()

@@ -1,4 +1,4 @@
-"""The page at `/` and the files that it is made of. They are the same for everybody: what is secret comes by the API."""
+"""The page at `/` and the files that it is made of. They are the same for everybody: secrets come by the API alone."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ class _Board:
         return None if memory is None else {f"{part}_bytes": memory[part] for part in _PARTS}
 
     def _blocks(self, stats: Stats) -> dict[str, Any]:
-        total, used, cached = stats.kv_blocks_total, stats.kv_blocks_used, stats.kv_blocks_cached
-        free = max(0, total - used - cached)
+        planned = self._plan().get("memory", {}).get("history_blocks", 1) - 1  # block 0 is the bin
+        total, used, cached = stats.kv_blocks_total or planned, stats.kv_blocks_used, stats.kv_blocks_cached
         return {
             "total": total,
             "used": used,
             "cached": cached,
-            "free": free,
+            "free": max(0, total - used - cached),
             "tokens_per_block": self._plan().get("block"),
         }
 
