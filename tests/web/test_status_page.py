@@ -52,7 +52,11 @@ def test_running_requests_are_listed_while_they_run(page):
     assert row.locator("td").nth(2).inner_text() == "5"  # bytes of "!slow"
     before = int(row.locator("td").nth(4).inner_text())
     page.wait_for_function("n => Number(document.querySelector('#status tbody td:nth-child(6)').innerText) > n", arg=before)
-    page.keyboard.press("Escape")  # stops the answer from here too
+    page.keyboard.press("Escape")
+    expect(row).to_have_count(1)  # Escape stops an answer where it is seen
+    page.get_by_role("tab", name="Chat").click()
+    page.keyboard.press("Escape")
+    page.get_by_role("tab", name="Status").click()
     expect(row).to_have_count(0)
     expect(page.get_by_text("0 running, 0 waiting.")).to_be_visible()
 
@@ -118,7 +122,7 @@ def test_both_tabs_fit_and_are_accessible(page, scheme, width):
     page.set_viewport_size({"width": width, "height": 740})
     send(page, "a question that is not so short, !md")
     send(page, "!think")
-    page.locator("details.thoughts summary").click()
+    page.locator("details.thoughts summary").last.click()
     page.route("**/v1/chat/completions", lambda route: route.abort())
     send(page, "!second")
     page.unroute("**/v1/chat/completions")
@@ -143,4 +147,3 @@ def test_both_tabs_fit_and_are_accessible(page, scheme, width):
     expect(page.locator("#status tbody tr")).to_have_count(1)
     page.locator("#plan details", has_text="attention.prefill").locator("summary").click()
     check()
-    page.keyboard.press("Escape")

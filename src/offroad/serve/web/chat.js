@@ -183,7 +183,7 @@ export function startChat() {
     if (!running) $("composer").requestSubmit();
   });
   document.addEventListener("keydown", event => {
-    if (event.key === "Escape" && running && !$("settings").open) stop();
+    if (event.key === "Escape" && running && !$("chat").hidden && !$("settings").open) stop();
   });
   $("clear").addEventListener("click", () => {
     stop();

@@ -3,11 +3,14 @@
 import { button, copyButton, count, el } from "./dom.js";
 import { Writer } from "./markdown.js";
 
+// A heading for those who go from turn to turn by ear.
+const title = text => el("h2", { class: "unseen" }, text);
+
 // A turn of the user; `onedit` is called with the new text, where it may be changed.
 export function userTurn(text, label, onedit = null) {
   const body = el("div", { class: "said" }, text);
   const actions = el("div", { class: "actions" });
-  const node = el("article", { class: "turn user", "aria-label": label }, body, actions);
+  const node = el("article", { class: "turn user", "aria-label": label }, title(label), body, actions);
   actions.append(copyButton(() => text, "the message"));
   if (onedit) actions.prepend(editButton(text, body, actions, onedit));
   else node.prepend(el("p", { class: "facts" }, label));
@@ -81,7 +84,7 @@ export class AnswerTurn {
     this.actions = el("div", { class: "actions", hidden: true },
       copyButton(() => this.writer.text, "the answer"), button("Retry", onretry, { class: "retry" }));
     this.node = el("article", { class: "turn assistant", "aria-label": "Answer", "aria-busy": "true" },
-      this.folded, this.content, this.callList, this.facts, this.problem, this.actions);
+      title("Answer"), this.folded, this.content, this.callList, this.facts, this.problem, this.actions);
   }
 
   update({ reasoning, content, calls }, thinking) {
