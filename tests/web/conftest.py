@@ -39,12 +39,16 @@ def served(browser):
 @pytest.fixture
 def page(browser, served):
     """A page of the server at the size of a small laptop; errors of scripts fail the test."""
-    context = browser.new_context(viewport={"width": 1000, "height": 760}, permissions=["clipboard-read", "clipboard-write"])
+    context = browser.new_context(
+        viewport={"width": 1000, "height": 760}, permissions=["clipboard-read", "clipboard-write"]
+    )
     made = context.new_page()
     made.set_default_timeout(8000)
     broken: list[str] = []
     made.on("pageerror", lambda error: broken.append(str(error)))
-    made.on("console", lambda message: broken.append(message.text) if "Content Security Policy" in message.text else None)
+    made.on(
+        "console", lambda message: broken.append(message.text) if "Content Security Policy" in message.text else None
+    )
     made.goto(served.url)
     yield made
     context.close()

@@ -51,7 +51,9 @@ def test_running_requests_are_listed_while_they_run(page):
     expect(row.locator("td").nth(0)).to_have_text("decode")
     assert row.locator("td").nth(2).inner_text() == "5"  # bytes of "!slow"
     before = int(row.locator("td").nth(4).inner_text())
-    page.wait_for_function("n => Number(document.querySelector('#status tbody td:nth-child(6)').innerText) > n", arg=before)
+    page.wait_for_function(
+        "n => Number(document.querySelector('#status tbody td:nth-child(6)').innerText) > n", arg=before
+    )
     page.keyboard.press("Escape")
     expect(row).to_have_count(1)  # Escape stops an answer where it is seen
     page.get_by_role("tab", name="Chat").click()
@@ -117,7 +119,9 @@ def test_a_loading_server_says_so(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1000])
 def test_both_tabs_fit_and_are_accessible(page, scheme, width):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe: pip install axe-playwright-python")
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="no axe: pip install axe-playwright-python"
+    )
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 740})
     send(page, "a question that is not so short, !md")
@@ -130,7 +134,8 @@ def test_both_tabs_fit_and_are_accessible(page, scheme, width):
     def check() -> None:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         wide = """width => [...document.querySelectorAll("main *, header *")]
-            .filter(e => e.offsetParent && !e.closest(".wide, pre, .unseen") && e.getBoundingClientRect().right > width + 1)
+            .filter(e => e.offsetParent && !e.closest(".wide, pre, .unseen"))
+            .filter(e => e.getBoundingClientRect().right > width + 1)
             .map(e => e.outerHTML.slice(0, 80))"""
         assert page.evaluate(wide, width) == []
         found = axe.Axe().run(page, options=RULES).response["violations"]

@@ -1,7 +1,7 @@
 // The frame of the page: tabs, and what the server is doing, in a line.
 
-import { startChat } from "./chat.js";
 import { getJson } from "./api.js";
+import { showEnd, startChat } from "./chat.js";
 import { $ } from "./dom.js";
 import { startSettings } from "./settings.js";
 import { showPlan, showStatus, stateLine } from "./status.js";
@@ -19,6 +19,7 @@ function show(name, focus = false) {
     $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
   }
   if (focus) $(`tab-${name}`).focus();
+  if (name === "chat") showEnd();
   look();
 }
 

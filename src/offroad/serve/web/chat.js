@@ -8,7 +8,7 @@ import { AnswerTurn, facts, userTurn } from "./turns.js";
 const SPOKEN_AT_MOST = 1000;
 // Turns in order: { role: "user" | "tool", message, node } and { role: "assistant", message, view, node }.
 const turns = [];
-let running = null;
+let running = null, follow = true;
 
 // The messages to send. A turn of the user that got no answer is left out, since templates want turns to alternate.
 function messages() {
@@ -29,9 +29,9 @@ function cut(turn) {
   for (const { node } of turns.splice(turns.indexOf(turn))) node?.remove();
 }
 
-function bottom(force) {
-  const log = $("log");
-  if (force || log.scrollHeight - log.scrollTop - log.clientHeight < 120) log.scrollTop = log.scrollHeight;
+// Shows the end of the conversation, unless the reader has gone up in it.
+export function showEnd() {
+  if (follow) $("log").scrollTop = $("log").scrollHeight;
 }
 
 function ask(text) {
@@ -89,13 +89,14 @@ async function answer() {
   const body = { messages: messages(), stream: true, stream_options: { include_usage: true }, ...fields() };
   add(turn);
   busy(control);
-  bottom(true);
+  follow = true;
+  showEnd();
   let frame = 0;
   const draw = () => {
     frame = 0;
     turn.view.update(said, !said.content && !said.calls.length);
     if (said.reasoning || said.content || said.calls.length) turn.view.facts.textContent = "";
-    bottom(false);
+    showEnd();
   };
   const waiting = setInterval(() => {
     if (!said.reasoning && !said.content) turn.view.facts.textContent = `reading the prompt, ${duration((performance.now() - began) / 1000)}`;
@@ -114,7 +115,7 @@ async function answer() {
   draw();
   finish(turn, said, error);
   if (running === control) busy(null);
-  bottom(false);
+  showEnd();
 }
 
 function finish(turn, said, error) {
@@ -175,6 +176,10 @@ export function startChat() {
     $("text").value = "";
     grow();
     ask(text);
+  });
+  $("log").addEventListener("scroll", () => {
+    const log = $("log");
+    if (log.clientHeight) follow = log.scrollHeight - log.scrollTop - log.clientHeight < 100;
   });
   $("text").addEventListener("input", grow);
   $("text").addEventListener("keydown", event => {

@@ -4,18 +4,19 @@
 import { getJson } from "./api.js";
 import { $, bytes, count, duration, el } from "./dom.js";
 
-const MEMORY = [["weights", "Weights"], ["kv", "KV cache"], ["states", "Recurrent states"], ["graphs", "Graphs"],
-  ["workspace", "Workspace"], ["tables", "Tables"], ["headroom", "Left over"]];
-const BLOCKS = [["used", "Used"], ["cached", "Cached"], ["free", "Free"]];
+// Parts of the bars: key, label, tone. What is free is grey.
+const MEMORY = [["weights", "Weights", 0], ["kv", "KV cache", 1], ["states", "Recurrent states", 2], ["graphs", "Graphs", 3],
+  ["workspace", "Workspace", 4], ["tables", "Tables", 5], ["headroom", "Left over", 6]];
+const BLOCKS = [["used", "Used", 0], ["cached", "Cached", 1], ["free", "Free", 6]];
 const rate = value => value.toFixed(value < 100 ? 1 : 0);
 const share = value => (value === null ? "none yet" : `${(100 * value).toFixed(1)}%`);
 
 // A bar of parts, with a legend that says the same in words.
 class Bar {
   constructor(name, parts) {
-    this.parts = parts.map(([key, label], i) => {
-      const value = el("dd"), piece = el("span", { class: `piece tone${i}` });
-      return { key, label, value, piece, entry: el("div", {}, el("dt", { class: `tone${i}` }, label), value) };
+    this.parts = parts.map(([key, label, tone]) => {
+      const value = el("dd"), piece = el("span", { class: `piece tone${tone}` });
+      return { key, label, value, piece, entry: el("div", {}, el("dt", { class: `tone${tone}` }, label), value) };
     });
     this.name = name;
     this.bar = el("div", { class: "bar", role: "img" }, ...this.parts.map(part => part.piece));
