@@ -220,7 +220,7 @@ class Engine:
         return self.scheduler.stats()
 
     def sequences(self) -> list[SequenceState]:
-        """How far each sequence is that has not ended."""
+        """How far sequences are that have not ended, the oldest first."""
         return self.scheduler.sequences()
 
     def check(self) -> None:

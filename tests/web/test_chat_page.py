@@ -288,6 +288,39 @@ def test_a_long_conversation_stays_responsive(page):
     assert page.evaluate("window.slowest") < 500  # milliseconds; a machine of tests is shared
 
 
+def test_who_reads_above_is_left_there(page):
+    def place() -> tuple[int, int]:
+        """Pixels from the top of the conversation, and from its end."""
+        return page.evaluate(
+            "(l => [l.scrollTop, l.scrollHeight - l.scrollTop - l.clientHeight])(document.querySelector('#log'))"
+        )
+
+    send(page, "!long")
+    done(page)
+    assert place()[1] < 100  # the end is in sight
+    send(page, "!slow")
+    expect(answers(page).last.locator(".said.markdown")).to_contain_text("word word")
+    page.locator("#log").hover()
+    page.mouse.wheel(0, -3000)
+    page.wait_for_timeout(300)
+    top, below = place()
+    assert below > 1000
+    written = answers(page).last.inner_text()
+    page.wait_for_function(
+        "t => document.querySelectorAll('.assistant')[1].innerText.length > t.length + 40", arg=written
+    )
+    assert place()[0] == pytest.approx(top, abs=5)
+    page.mouse.wheel(0, 100000)
+    page.wait_for_timeout(300)
+    page.locator("#tab-status").click()
+    page.wait_for_timeout(600)
+    page.locator("#tab-chat").click()
+    page.wait_for_timeout(200)
+    assert place()[1] < 100
+    page.keyboard.press("Escape")
+    done(page, 2)
+
+
 def test_errors_in_words(page):
     def answer(status: int, message: str, headers: dict | None = None):
         body = json.dumps({"error": {"message": message, "type": "t", "param": None, "code": None}})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain, islice
 from operator import sub
 
 import numpy as np
@@ -25,6 +26,7 @@ _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
+DESCRIBED_AT_MOST = 512
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
 
 
@@ -382,8 +384,8 @@ class Scheduler:
         )
 
     def sequences(self) -> list[SequenceState]:
-        """How far each sequence is that has not ended: those that run by age, then those that wait."""
-        return [job.standing() for job in (*self.running, *self.leaving, *self.waiting)]
+        """How far sequences are: those that run by age, then those that wait, as far as anybody looks."""
+        return [job.standing() for job in islice(chain(self.running, self.leaving, self.waiting), DESCRIBED_AT_MOST)]
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance; when nothing runs, everything is free (I1)."""

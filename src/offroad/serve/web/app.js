@@ -6,7 +6,7 @@ import { $ } from "./dom.js";
 import { startSettings } from "./settings.js";
 import { showPlan, showStatus, stateLine } from "./status.js";
 
-const EVERY = 1000, EVERY_UNTIL_READY = 2000, EVERY_IN_CHAT = 30000;
+const EVERY = 1000, EVERY_UNTIL_READY = 2000, EVERY_IN_CHAT = 30000, PATIENCE = 8000; // milliseconds
 const tabs = ["chat", "status"];
 let shown = "chat", timer = 0;
 
@@ -41,7 +41,7 @@ async function look() {
   if (document.hidden) return;
   let status = null, problem = null;
   try {
-    status = await getJson("status");
+    status = await getJson("status", { signal: AbortSignal.timeout(PATIENCE) });
   } catch (error) {
     problem = error;
   }
