@@ -59,10 +59,9 @@ class _Board:
     def status(self) -> dict[str, Any]:
         """The document."""
         client, info = self._client, self._client.info
-        failed = client.state is State.DEAD
         return {
-            "state": "failed" if failed else client.state.value,
-            "reason": str(client.death) if failed else None,
+            "state": "failed" if client.state is State.DEAD else client.state.value,
+            "reason": None if client.death is None else str(client.death),
             "loading": self._loading(),
             "version": __version__,
             "models": [self._service.name],
