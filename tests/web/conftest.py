@@ -11,8 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu" / "serve"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Ended with its module: while it is there an event loop runs in this thread, and other tests run their own."""
     api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
