@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cpu" / "serve"))
+CPU = Path(__file__).resolve().parents[1] / "cpu"
+sys.path[:0] = [str(CPU / "serve"), str(CPU / "execute")]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("playwright")
 from playwright.sync_api import Page, expect  # noqa: E402
+from web_engine import TEXTS  # noqa: E402
 
 TOOLS = json.dumps(
     [
@@ -146,7 +147,7 @@ def test_a_stream_looks_like_the_whole(page):
             }
             return bad;
         }""",
-        __import__("web_engine").TEXTS,
+        TEXTS,
     )
     assert same == []
 

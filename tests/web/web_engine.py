@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import msgspec
@@ -63,6 +64,12 @@ TEXTS = [
     "\n\n\na | b\n--|--\n1 | 2\nend\n# h\n> q\n> - r\n\n10) ten\n11) eleven\n* star\n",
     "**a *b* `c` d** *x***y** \\*no\\* ``a`b`` **open",
 ]
+_MARKS = (
+    "a|word |\n|\n\n|- |* |1. |2) |  |    |```|```js\n|~~~|`|``|**|*|> |¦|¦ a ¦ b ¦\n|¦---¦---¦\n|# |---\n|\\|<b>|é|\t"
+)
+_PIECES = [piece.replace("¦", "|") for piece in _MARKS.split("|")]
+_CHANCE = random.Random(8)
+TEXTS += ["".join(_CHANCE.choices(_PIECES, k=_CHANCE.randint(1, 60))) for _ in range(150)]
 SAYS = {
     "hello": "Hello there, how can I help?",
     "think": "<think>\nLet me see: 6 * 7.\nThat is 42.\n</think>\n\nIt is **42**.",

@@ -5,7 +5,8 @@ import { $, button, duration, say } from "./dom.js";
 import { fields, openSettings, settings } from "./settings.js";
 import { AnswerTurn, facts, userTurn } from "./turns.js";
 
-const SPOKEN_AT_MOST = 1000;
+const SPOKEN_AT_MOST = 1000; // characters
+const IDLE_SHARE = 3; // of the time that drawing takes
 // Turns in order: { role: "user" | "tool", message, node } and { role: "assistant", message, view, node }.
 const turns = [];
 let running = null, follow = true;
@@ -80,6 +81,31 @@ function messageOf({ reasoning, content, calls }) {
   return message;
 }
 
+// Draws what has come, at most once a frame; what takes long to draw is drawn so rarely that the page stays free.
+class Drawing {
+  constructor(draw) {
+    this.draw = draw;
+    this.timer = this.frame = this.after = 0;
+    this.waits = false;
+  }
+
+  soon() {
+    if (this.waits) return;
+    this.waits = true;
+    const onframe = () => { this.frame = requestAnimationFrame(() => this.now()); };
+    this.timer = setTimeout(onframe, Math.max(0, this.after - performance.now()));
+  }
+
+  now() {
+    clearTimeout(this.timer);
+    cancelAnimationFrame(this.frame);
+    this.waits = false;
+    const began = performance.now();
+    this.draw();
+    this.after = performance.now() + IDLE_SHARE * (performance.now() - began);
+  }
+}
+
 async function answer() {
   const control = new AbortController(), began = performance.now();
   const said = { reasoning: "", content: "", calls: [], finish: null, timings: null };
@@ -91,13 +117,11 @@ async function answer() {
   busy(control);
   follow = true;
   showEnd();
-  let frame = 0;
-  const draw = () => {
-    frame = 0;
+  const drawing = new Drawing(() => {
     turn.view.update(said, !said.content && !said.calls.length);
     if (said.reasoning || said.content || said.calls.length) turn.view.facts.textContent = "";
     showEnd();
-  };
+  });
   const waiting = setInterval(() => {
     if (!said.reasoning && !said.content) turn.view.facts.textContent = `reading the prompt, ${duration((performance.now() - began) / 1000)}`;
   }, 500);
@@ -105,14 +129,13 @@ async function answer() {
   try {
     for await (const chunk of stream("v1/chat/completions", body, control.signal)) {
       take(said, chunk);
-      frame ||= requestAnimationFrame(draw);
+      drawing.soon();
     }
   } catch (caught) {
     error = caught;
   }
   clearInterval(waiting);
-  cancelAnimationFrame(frame);
-  draw();
+  drawing.now();
   finish(turn, said, error);
   if (running === control) busy(null);
   showEnd();
