@@ -286,7 +286,7 @@ def test_a_long_conversation_stays_responsive(page):
         send(page, "!long")
         expect(page.locator("article.assistant[aria-busy=false]")).to_have_count(i + 1, timeout=20000)
     assert page.locator(".markdown p").count() == 1200
-    assert page.evaluate("window.slowest") < 500  # milliseconds; a machine of tests is shared
+    assert page.evaluate("window.slowest") < 1000  # milliseconds; a machine of tests is shared
 
 
 def test_who_reads_above_is_left_there(page):

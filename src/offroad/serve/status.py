@@ -59,6 +59,7 @@ class _Board:
     def status(self) -> dict[str, Any]:
         """The document."""
         client, info = self._client, self._client.info
+        now = Stats() if client.state is State.DEAD else client.stats  # what a dead engine held is gone
         return {
             "state": "failed" if client.state is State.DEAD else client.state.value,
             "reason": None if client.death is None else str(client.death),
@@ -68,8 +69,8 @@ class _Board:
             "uptime_seconds": round(time.monotonic() - self._began, 3),
             "engine": self._engine(info),
             "memory": self._memory(),
-            "kv_blocks": self._blocks(client.stats),
-            "requests": self._requests(client.stats),
+            "kv_blocks": self._blocks(now),
+            "requests": self._requests(now),
             "rates": self._rates(),
             "totals": {name: getattr(client.stats, name) for name in _TOTALS},
         }

@@ -182,6 +182,8 @@ def test_the_life_of_an_engine(stack):
     assert (loading["memory"], loading["engine"]["device"], loading["engine"]["restarts"]) == (None, None, 0)
     assert (plan.status_code, plan_after) == (503, 200)
     assert (code, "a device error" in failed["reason"]) == (200, True)
+    assert failed["totals"]["generated_tokens"] == 2
+    assert (failed["requests"]["running_sequences"], failed["kv_blocks"]["used"]) == (0, 0)
     # A plan without a division of memory, as a fake engine's, is none to show.
     assert ready["memory"] is None
 
