@@ -142,6 +142,10 @@ def test_both_tabs_fit_and_are_accessible(page, scheme, width):
         assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []
 
     check()
+    code = page.locator(".markdown pre").first
+    code.locator("code").evaluate("e => e.append(' long'.repeat(100))")
+    room = "e => { e.scrollLeft = 50; return [e.scrollLeft, e.scrollWidth > e.clientWidth]; }"
+    assert code.evaluate(room) == [50, True], "a long line of code is reached by scrolling it"
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 24, 27)"
     assert dark == (scheme == "dark")
     page.get_by_role("button", name="Settings").click()
