@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
     """Serve a model over HTTP.
 
-    The OpenAI API is under /v1, a chat page at /; /health, /status, /metrics and /plan tell about the server.
+    The OpenAI API is under /v1, a chat page at /; /health, /metrics and /plan tell about the server.
     Progress and the start-up screen go to stderr. SIGTERM or Ctrl-C finishes running requests, then ends the server.
     """
     from offroad.cli.progress import LoadProgress

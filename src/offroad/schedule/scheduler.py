@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import chain, islice
 from operator import sub
 
 import numpy as np
@@ -385,7 +384,8 @@ class Scheduler:
 
     def sequences(self) -> list[SequenceState]:
         """How far sequences are: those that run by age, then those that wait, as far as anybody looks."""
-        return [job.standing() for job in islice(chain(self.running, self.leaving, self.waiting), DESCRIBED_AT_MOST)]
+        jobs = (*self.running, *self.leaving, *self.waiting)
+        return [job.standing() for job in jobs[:DESCRIBED_AT_MOST]]
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance; when nothing runs, everything is free (I1)."""
