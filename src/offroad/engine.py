@@ -27,6 +27,7 @@ from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
 from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Step
 from offroad.settings import Settings
 from offroad.speculate.attach import attach
@@ -221,7 +222,7 @@ class Engine:
 
     def sequences(self) -> list[SequenceState]:
         """How far sequences are that have not ended, the oldest first."""
-        return self.scheduler.sequences()
+        return standings(self.scheduler)
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

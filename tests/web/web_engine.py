@@ -1,4 +1,6 @@
-"""An engine that says what the page shall show: thoughts, calls, code, tags; chosen by the last `!word` of a prompt."""
+"""An engine that says what the page shall show: thoughts, calls, code, tags; chosen by the last `!word` of a prompt.
+
+And what tests do with the page."""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import re
 import msgspec
 from fake_engine import Info, Scripted
 from fake_text import FakeText
+from playwright.sync_api import Page, expect
 
 from offroad.schedule.request import Request, SequenceState, Stats
 from offroad.text.answer import Notation
@@ -171,3 +174,23 @@ class PageEngine(Scripted):
             super().stats(), kv_blocks_used=30 if self.running else 0, kv_blocks_cached=20, draft_tokens=100,
             accepted_draft_tokens=60, prefix_query_tokens=8, prefill_tokens=self.prompted,
         )  # fmt: skip
+
+
+def send(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page):
+    return page.locator("article.assistant")
+
+
+def done(page: Page, count: int = 1) -> None:
+    expect(page.locator("article.assistant[aria-busy=false]")).to_have_count(count)
+
+
+def bodies(page: Page) -> list[dict]:
+    """The bodies of the chats that the page sends from now on."""
+    sent: list[dict] = []
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("/v1/chat/completions") else None)
+    return sent

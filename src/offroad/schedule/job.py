@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 
 from offroad.cache.sequence import Sequence
-from offroad.schedule.request import Request, SequenceState, TokenEvent, TokenLogprobs
+from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
 from offroad.schedule.step import Logprobs, Start, Want
 
 
@@ -119,21 +119,6 @@ class Job(Sequence):
             matched=matched,
             drafts=self.drafts,
             accepted_drafts=self.accepted_drafts,
-        )
-
-    def standing(self) -> SequenceState:
-        """How far this sequence is. One that is counted has run before, so without a slot it is preempted."""
-        waits = "preempted" if self.counted else "waiting"
-        runs = "prefill" if self.committed < self.goal else "decode"
-        prompt, known = self.prompt_len, len(self.tokens)
-        return SequenceState(
-            self.request.id,
-            self.index,
-            runs if self.slot and not self.dead else waits,
-            prompt,
-            self.first_resume[1],
-            self.committed if self.slot else 0,
-            known - prompt,
         )
 
     def logprobs(self, found: Logprobs | None, row: int, tokens: int) -> list[TokenLogprobs] | None:

@@ -18,14 +18,13 @@ from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
 from offroad.schedule.job import Job
-from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
+from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult, Want
 
 _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
-DESCRIBED_AT_MOST = 512
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
 
 
@@ -265,10 +264,9 @@ class Scheduler:
         self.number += 1
         for row in rows:
             row.seq.last = self.number
-            if row.kind == _CHUNK:
-                self._counts["prefill_tokens"] += row.width
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
+        self._counts["prefill_tokens"] += sum(row.width for row in rows if row.kind == _CHUNK)
         wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
         return Step(
             number=self.number,
@@ -381,11 +379,6 @@ class Scheduler:
             accepted_by_place=self.drafts.accepted.tolist(),
             **self._counts,
         )
-
-    def sequences(self) -> list[SequenceState]:
-        """How far sequences are: those that run by age, then those that wait, as far as anybody looks."""
-        jobs = (*self.running, *self.leaving, *self.waiting)
-        return [job.standing() for job in jobs[:DESCRIBED_AT_MOST]]
 
     def check(self) -> None:
         """Raises AssertionError if the books do not balance; when nothing runs, everything is free (I1)."""
