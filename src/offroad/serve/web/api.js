@@ -2,7 +2,8 @@
 
 import { settings } from "./settings.js";
 
-// What went wrong, in words. `status` is HTTP's (0: the server was not reached), `again` seconds until a retry may help.
+// What went wrong, in words. `status` is HTTP's (0: the server was not reached), `again` seconds until a retry may
+// help.
 export class Problem extends Error {
   constructor(message, { status = 0, detail = "", again = null } = {}) {
     super(message);
@@ -32,11 +33,15 @@ export async function call(path, { body, signal } = {}) {
     response = await fetch(path, {
       method: body === undefined ? "GET" : "POST",
       body: body === undefined ? undefined : JSON.stringify(body),
-      cache: "no-store", headers, signal,
+      cache: "no-store",
+      headers,
+      signal,
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem("The server cannot be reached.", { detail: "Is it still running, and is this device still connected to it?" });
+    throw new Problem("The server cannot be reached.", {
+      detail: "Is it still running, and is this device still connected to it?",
+    });
   }
   if (!response.ok) throw await problemOf(response);
   return response;
@@ -72,14 +77,18 @@ export async function* stream(path, body, signal) {
       if (error.name === "AbortError") throw error;
       piece = { done: true };
     }
-    if (piece.done) throw new Problem("The connection was lost in the middle of the answer.", { detail: "What had come is kept above." });
+    if (piece.done)
+      throw new Problem("The connection was lost in the middle of the answer.", {
+        detail: "What had come is kept above.",
+      });
     const events = (rest + piece.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
       if (!event.startsWith("data: ")) continue; // a ping
       if (event === "data: [DONE]") return;
       const chunk = JSON.parse(event.slice(6));
-      if (chunk.error) throw new Problem("The answer has ended with an error.", { status: 200, detail: chunk.error.message });
+      if (chunk.error)
+        throw new Problem("The answer has ended with an error.", { status: 200, detail: chunk.error.message });
       yield chunk;
     }
   }

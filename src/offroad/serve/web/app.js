@@ -6,9 +6,13 @@ import { $ } from "./dom.js";
 import { startSettings } from "./settings.js";
 import { showPlan, showStatus, stateLine } from "./status.js";
 
-const EVERY = 1000, EVERY_UNTIL_READY = 2000, EVERY_IN_CHAT = 30000, PATIENCE = 8000; // milliseconds
+const EVERY = 1000,
+  EVERY_UNTIL_READY = 2000,
+  EVERY_IN_CHAT = 30000,
+  PATIENCE = 8000; // milliseconds
 const tabs = ["chat", "status"];
-let shown = "chat", timer = 0;
+let shown = "chat",
+  timer = 0;
 
 function show(name, focus = false) {
   shown = name;
@@ -39,7 +43,8 @@ function startTabs() {
 async function look() {
   clearTimeout(timer);
   if (document.hidden) return;
-  let status = null, problem = null;
+  let status = null,
+    problem = null;
   try {
     status = await getJson("status", { signal: AbortSignal.timeout(PATIENCE) });
   } catch (error) {

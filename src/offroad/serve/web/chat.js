@@ -9,7 +9,8 @@ const SPOKEN_AT_MOST = 1000; // characters
 const IDLE_SHARE = 3; // of the time that drawing takes
 // Turns in order: { role: "user" | "tool", message, node } and { role: "assistant", message, view, node }.
 const turns = [];
-let running = null, follow = true;
+let running = null,
+  follow = true;
 
 // The messages to send. A turn of the user that got no answer is left out, since templates want turns to alternate.
 function messages() {
@@ -76,7 +77,11 @@ function messageOf({ reasoning, content, calls }) {
   const message = { role: "assistant", content };
   if (reasoning) message.reasoning_content = reasoning;
   if (calls.length) {
-    message.tool_calls = calls.map(call => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
+    message.tool_calls = calls.map(call => ({
+      id: call.id,
+      type: "function",
+      function: { name: call.name, arguments: call.arguments },
+    }));
   }
   return message;
 }
@@ -92,7 +97,9 @@ class Drawing {
   soon() {
     if (this.waits) return;
     this.waits = true;
-    const onframe = () => { this.frame = requestAnimationFrame(() => this.now()); };
+    const onframe = () => {
+      this.frame = requestAnimationFrame(() => this.now());
+    };
     this.timer = setTimeout(onframe, Math.max(0, this.after - performance.now()));
   }
 
@@ -107,7 +114,8 @@ class Drawing {
 }
 
 async function answer() {
-  const control = new AbortController(), began = performance.now();
+  const control = new AbortController(),
+    began = performance.now();
   const said = { reasoning: "", content: "", calls: [], finish: null, timings: null };
   const turn = { role: "assistant", message: null };
   turn.view = new AnswerTurn(() => retry(turn));
@@ -123,7 +131,8 @@ async function answer() {
     showEnd();
   });
   const waiting = setInterval(() => {
-    if (!said.reasoning && !said.content) turn.view.facts.textContent = `reading the prompt, ${duration((performance.now() - began) / 1000)}`;
+    if (!said.reasoning && !said.content)
+      turn.view.facts.textContent = `reading the prompt, ${duration((performance.now() - began) / 1000)}`;
   }, 500);
   let error = null;
   try {
@@ -151,7 +160,10 @@ function finish(turn, said, error) {
 }
 
 function spoken({ content, calls }) {
-  const text = content.length > SPOKEN_AT_MOST ? `${content.slice(0, SPOKEN_AT_MOST)} … The whole answer is in the conversation.` : content;
+  const text =
+    content.length > SPOKEN_AT_MOST
+      ? `${content.slice(0, SPOKEN_AT_MOST)} … The whole answer is in the conversation.`
+      : content;
   return [text, ...calls.map(call => `Calls ${call.name}.`)].join(" ").trim() || "The answer is empty.";
 }
 
@@ -165,7 +177,8 @@ function giveResults(calls, texts) {
 }
 
 function fail(turn, error) {
-  const known = error instanceof Problem ? error : new Problem("The page has made an error.", { detail: String(error) });
+  const known =
+    error instanceof Problem ? error : new Problem("The page has made an error.", { detail: String(error) });
   const again = button("Retry", () => retry(turn));
   const key = known.status === 401 ? [button("Enter a key", () => openSettings("key", () => retry(turn)))] : [];
   const wait = known.again ? ` It may work again in ${known.again} s.` : "";

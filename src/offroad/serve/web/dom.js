@@ -40,19 +40,25 @@ export async function copy(text) {
 
 // A button that copies what `text` gives, and says whether it did.
 export function copyButton(text, what) {
-  const made = button("Copy", async () => {
-    const focused = document.activeElement;
-    let said = "Copied";
-    try {
-      await copy(text());
-    } catch (error) {
-      said = "Not copied";
-    }
-    focused?.focus();
-    made.textContent = said;
-    say(said);
-    setTimeout(() => { made.textContent = "Copy"; }, 1500);
-  }, { "aria-label": `Copy ${what}` });
+  const made = button(
+    "Copy",
+    async () => {
+      const focused = document.activeElement;
+      let said = "Copied";
+      try {
+        await copy(text());
+      } catch (error) {
+        said = "Not copied";
+      }
+      focused?.focus();
+      made.textContent = said;
+      say(said);
+      setTimeout(() => {
+        made.textContent = "Copy";
+      }, 1500);
+    },
+    { "aria-label": `Copy ${what}` },
+  );
   return made;
 }
 
@@ -67,9 +73,14 @@ export function bytes(number) {
 
 export function duration(seconds) {
   if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  const parts = [[86400, "d"], [3600, "h"], [60, "min"]];
+  const parts = [
+    [86400, "d"],
+    [3600, "h"],
+    [60, "min"],
+  ];
   const first = parts.findIndex(([size]) => seconds >= size);
-  const [size, unit] = parts[first], rest = seconds % size;
+  const [size, unit] = parts[first],
+    rest = seconds % size;
   const [below, small] = parts[first + 1] ?? [1, "s"];
   return `${Math.floor(seconds / size)} ${unit} ${Math.floor(rest / below)} ${small}`;
 }

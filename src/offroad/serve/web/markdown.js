@@ -11,17 +11,25 @@ const DASHES = /^[\s|:-]+$/;
 const DEEPEST = 6;
 
 const blank = line => !line.trim();
-const begins = line => FENCE.test(line) || HEADING.test(line) || RULE.test(line) || ITEM.test(line) || line.startsWith(">");
-const cells = line => line.trim().replace(/^\||\|$/g, "").split("|").map(cell => cell.trim());
+const begins = line =>
+  FENCE.test(line) || HEADING.test(line) || RULE.test(line) || ITEM.test(line) || line.startsWith(">");
+const cells = line =>
+  line
+    .trim()
+    .replace(/^\||\|$/g, "")
+    .split("|")
+    .map(cell => cell.trim());
 const isTable = (line, next) =>
   line.includes("|") && next !== undefined && next.includes("-") && next.includes("|") && DASHES.test(next);
 
 // The blocks of a text, in order: { kind, raw, ... }. Their raw parts together are the text.
 export function blocks(text) {
-  const lines = text.split("\n"), found = [];
+  const lines = text.split("\n"),
+    found = [];
   let i = 0;
   while (i < lines.length) {
-    const from = i, block = read(lines, i);
+    const from = i,
+      block = read(lines, i);
     i = block.end;
     while (i < lines.length && blank(lines[i]) && block.kind !== "code") i++; // blank lines belong to the block above
     block.raw = lines.slice(from, i).join("\n") + (i < lines.length ? "\n" : "");
@@ -58,7 +66,14 @@ function readCode(lines, i, [, indent, fence, language]) {
 function readQuote(lines, i) {
   let end = i;
   while (end < lines.length && lines[end].startsWith(">")) end++;
-  return { kind: "quote", text: lines.slice(i, end).map(line => line.replace(/^> ?/, "")).join("\n"), end };
+  return {
+    kind: "quote",
+    text: lines
+      .slice(i, end)
+      .map(line => line.replace(/^> ?/, ""))
+      .join("\n"),
+    end,
+  };
 }
 
 function readTable(lines, i) {
@@ -70,15 +85,18 @@ function readTable(lines, i) {
 
 // Items with their depth; a line that begins none belongs to the last one.
 function readList(lines, i) {
-  const items = [], indents = [];
+  const items = [],
+    indents = [];
   let end = i;
   for (; end < lines.length; end++) {
-    const line = lines[end], match = ITEM.exec(line);
+    const line = lines[end],
+      match = ITEM.exec(line);
     if (match && !RULE.test(line)) {
       const indent = match[1].length;
       while (indents.length && indent < indents.at(-1)) indents.pop();
       if (!indents.length || indent >= indents.at(-1) + 2) indents.push(indent);
-      const digits = parseInt(match[2], 10), number = Number.isNaN(digits) ? null : digits;
+      const digits = parseInt(match[2], 10),
+        number = Number.isNaN(digits) ? null : digits;
       if (indents.length === 1 && items.length && (number === null) !== (items[0].number === null)) break;
       items.push({ depth: indents.length - 1, number, text: match[3] });
     } else if (blank(line)) {
@@ -92,8 +110,10 @@ function readList(lines, i) {
 
 // Bold, italics and code in a line. Each mark's missing end is looked for once, so the time is linear in the text.
 export function inline(text, depth = 0) {
-  const nodes = [], missing = new Set();
-  let plain = 0, i = 0;
+  const nodes = [],
+    missing = new Set();
+  let plain = 0,
+    i = 0;
   const put = (until, after, tag, children) => {
     if (until > plain) nodes.push(document.createTextNode(text.slice(plain, until)));
     nodes.push(el(tag, {}, ...children));
@@ -107,12 +127,14 @@ export function inline(text, depth = 0) {
       i += 2;
       continue;
     }
-    const mark = char === "`" ? /^`+/.exec(text.slice(i, i + 16))[0] : text.startsWith("**", i) ? "**" : char === "*" ? "*" : "";
+    const mark =
+      char === "`" ? /^`+/.exec(text.slice(i, i + 16))[0] : text.startsWith("**", i) ? "**" : char === "*" ? "*" : "";
     if (!mark) {
       i++;
       continue;
     }
-    const begin = i + mark.length, end = missing.has(mark) ? -1 : text.indexOf(mark, begin);
+    const begin = i + mark.length,
+      end = missing.has(mark) ? -1 : text.indexOf(mark, begin);
     if (end < 0) missing.add(mark);
     const inside = text.slice(begin, Math.max(begin, end));
     if (end < 0 || !inside.trim()) i = begin;
@@ -125,11 +147,14 @@ export function inline(text, depth = 0) {
 }
 
 function list(items) {
-  const root = { depth: -1, children: null }, open = [root];
-  const make = item => el(item.number === null ? "ul" : "ol", { start: item.number !== null && item.number !== 1 ? item.number : null });
+  const root = { depth: -1, children: null },
+    open = [root];
+  const make = item =>
+    el(item.number === null ? "ul" : "ol", { start: item.number !== null && item.number !== 1 ? item.number : null });
   for (const item of items) {
     while (open.at(-1).depth >= item.depth) open.pop();
-    const parent = open.at(-1), tag = item.number === null ? "UL" : "OL";
+    const parent = open.at(-1),
+      tag = item.number === null ? "UL" : "OL";
     if (parent.children?.tagName !== tag) {
       parent.children = make(item);
       parent.node?.append(parent.children);
@@ -142,30 +167,48 @@ function list(items) {
 }
 
 function table([head, ...rows]) {
-  const row = (tag, texts) => el("tr", {}, ...texts.map(text => el(tag, tag === "th" ? { scope: "col" } : {}, ...inline(text))));
-  const made = el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, ...rows.map(texts => row("td", texts))));
+  const row = (tag, texts) =>
+    el("tr", {}, ...texts.map(text => el(tag, tag === "th" ? { scope: "col" } : {}, ...inline(text))));
+  const made = el(
+    "table",
+    {},
+    el("thead", {}, row("th", head)),
+    el("tbody", {}, ...rows.map(texts => row("td", texts))),
+  );
   return el("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "Table" }, made);
 }
 
 function code(block) {
-  const text = document.createTextNode(block.text), name = block.language || "code";
+  const text = document.createTextNode(block.text),
+    name = block.language || "code";
   const pre = el("pre", { tabindex: 0, role: "group", "aria-label": `Code: ${name}` }, el("code", {}, text));
-  const head = el("div", { class: "code-head" }, el("span", {}, name), copyButton(() => text.data, `code: ${name}`));
+  const head = el(
+    "div",
+    { class: "code-head" },
+    el("span", {}, name),
+    copyButton(() => text.data, `code: ${name}`),
+  );
   return Object.assign(el("div", { class: "code" }, head, pre), { text });
 }
 
 // The node of one block.
 export function node(block, depth = 0) {
   switch (block.kind) {
-    case "code": return code(block);
-    case "heading": return el(`h${Math.min(6, block.level + 2)}`, {}, ...inline(block.text));
-    case "rule": return el("hr");
-    case "list": return list(block.items);
-    case "table": return table(block.rows);
+    case "code":
+      return code(block);
+    case "heading":
+      return el(`h${Math.min(6, block.level + 2)}`, {}, ...inline(block.text));
+    case "rule":
+      return el("hr");
+    case "list":
+      return list(block.items);
+    case "table":
+      return table(block.rows);
     case "quote":
       if (depth >= DEEPEST) return el("blockquote", {}, block.text);
       return el("blockquote", {}, ...blocks(block.text).map(inner => node(inner, depth + 1)));
-    default: return el("p", {}, ...inline(block.text));
+    default:
+      return el("p", {}, ...inline(block.text));
   }
 }
 
@@ -191,7 +234,13 @@ export class Writer {
   #show(block, i) {
     const old = this.shown[i];
     if (old && old.kind === block.kind && old.raw === block.raw) return;
-    if (old && old.kind === "code" && block.kind === "code" && old.language === block.language && block.text.startsWith(old.text)) {
+    if (
+      old &&
+      old.kind === "code" &&
+      block.kind === "code" &&
+      old.language === block.language &&
+      block.text.startsWith(old.text)
+    ) {
       old.node.text.appendData(block.text.slice(old.text.length));
       this.shown[i] = { ...block, node: old.node };
       return;

@@ -1,4 +1,4 @@
-// What the user sets. It lives in the tab's session storage: gone when the tab is closed, never sent but to this server.
+// What the user sets. It lives in the tab's session storage: gone when the tab is closed, sent to this server alone.
 
 import { $ } from "./dom.js";
 
@@ -36,9 +36,11 @@ export function fields() {
 
 // [field, words] for the first value that is none; null if all are good.
 function wrong(values) {
-  const temperature = Number(values.temperature), limit = Number(values.max_tokens);
+  const temperature = Number(values.temperature),
+    limit = Number(values.max_tokens);
   if (!(temperature >= 0 && temperature <= 2)) return ["temperature", "Temperature: a number from 0 to 2, or empty."];
-  if (values.max_tokens && !(Number.isInteger(limit) && limit >= 1)) return ["max_tokens", "Max tokens: a whole number from 1 on, or empty."];
+  if (values.max_tokens && !(Number.isInteger(limit) && limit >= 1))
+    return ["max_tokens", "Max tokens: a whole number from 1 on, or empty."];
   if (!/^[\x21-\x7e]*$/.test(values.key)) return ["key", "API key: letters, digits and signs without blanks."];
   try {
     if (values.tools && !Array.isArray(JSON.parse(values.tools))) throw new SyntaxError("not a list");

@@ -30,8 +30,12 @@ function editButton(text, body, actions, onedit) {
       event.preventDefault();
       if (area.value.trim()) onedit(area.value.trim());
     };
-    const form = el("form", { class: "edit", onsubmit: save }, area,
-      el("div", { class: "actions" }, el("button", {}, "Send again"), button("Cancel", close)));
+    const form = el(
+      "form",
+      { class: "edit", onsubmit: save },
+      area,
+      el("div", { class: "actions" }, el("button", {}, "Send again"), button("Cancel", close)),
+    );
     area.addEventListener("keydown", event => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) save(event);
       if (event.key !== "Escape") return;
@@ -51,9 +55,17 @@ class CallView {
     this.id = id;
     this.name = name;
     this.code = el("code");
-    this.node = el("div", { class: "call", role: "group", "aria-label": `Call of ${name}` },
-      el("div", { class: "code-head" }, el("span", {}, `calls ${name}`), copyButton(() => this.code.textContent, "the arguments")),
-      el("pre", { tabindex: 0, role: "group", "aria-label": "Arguments" }, this.code));
+    this.node = el(
+      "div",
+      { class: "call", role: "group", "aria-label": `Call of ${name}` },
+      el(
+        "div",
+        { class: "code-head" },
+        el("span", {}, `calls ${name}`),
+        copyButton(() => this.code.textContent, "the arguments"),
+      ),
+      el("pre", { tabindex: 0, role: "group", "aria-label": "Arguments" }, this.code),
+    );
   }
 
   show(text) {
@@ -81,10 +93,23 @@ export class AnswerTurn {
     this.facts = el("p", { class: "facts" });
     this.problem = el("div", { class: "problem", role: "alert", hidden: true });
     this.writer = new Writer(this.content);
-    this.actions = el("div", { class: "actions", hidden: true },
-      copyButton(() => this.writer.text, "the answer"), button("Retry", onretry, { class: "retry" }));
-    this.node = el("article", { class: "turn assistant", "aria-label": "Answer", "aria-busy": "true" },
-      title("Answer"), this.folded, this.content, this.callList, this.facts, this.problem, this.actions);
+    this.actions = el(
+      "div",
+      { class: "actions", hidden: true },
+      copyButton(() => this.writer.text, "the answer"),
+      button("Retry", onretry, { class: "retry" }),
+    );
+    this.node = el(
+      "article",
+      { class: "turn assistant", "aria-label": "Answer", "aria-busy": "true" },
+      title("Answer"),
+      this.folded,
+      this.content,
+      this.callList,
+      this.facts,
+      this.problem,
+      this.actions,
+    );
   }
 
   update({ reasoning, content, calls }, thinking) {
@@ -111,19 +136,33 @@ export class AnswerTurn {
 
   // Asks for what the called functions give; `onresults` is called with a text for each.
   askResults(onresults) {
-    const areas = this.calls.map(call => el("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}` }));
-    const form = el("form", { class: "edit", onsubmit: event => {
-      event.preventDefault();
-      form.remove();
-      onresults(areas.map(area => area.value));
-    } }, ...areas, el("div", { class: "actions" }, el("button", {}, areas.length === 1 ? "Send the result" : "Send the results")));
+    const areas = this.calls.map(call =>
+      el("textarea", { rows: 2, "aria-label": `Result of ${call.name}`, placeholder: `Result of ${call.name}` }),
+    );
+    const form = el(
+      "form",
+      {
+        class: "edit",
+        onsubmit: event => {
+          event.preventDefault();
+          form.remove();
+          onresults(areas.map(area => area.value));
+        },
+      },
+      ...areas,
+      el("div", { class: "actions" }, el("button", {}, areas.length === 1 ? "Send the result" : "Send the results")),
+    );
     this.callList.append(form);
     areas[0].focus();
   }
 
   fail(error, buttons) {
     this.problem.hidden = false;
-    this.problem.replaceChildren(el("strong", {}, error.message), el("p", {}, error.detail ?? ""), el("div", { class: "actions" }, ...buttons));
+    this.problem.replaceChildren(
+      el("strong", {}, error.message),
+      el("p", {}, error.detail ?? ""),
+      el("div", { class: "actions" }, ...buttons),
+    );
   }
 }
 
