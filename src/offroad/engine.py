@@ -26,8 +26,9 @@ from offroad.run.guides import Guides
 from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
 from offroad.sample.guided import TOO_SLOW
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Step
 from offroad.settings import Settings
 from offroad.speculate.attach import attach
@@ -222,6 +223,10 @@ class Engine:
 
     def stats(self) -> Stats:
         return self.scheduler.stats()
+
+    def sequences(self) -> list[SequenceState]:
+        """How far sequences are that have not ended, the oldest first."""
+        return standings(self.scheduler)
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

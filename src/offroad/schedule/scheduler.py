@@ -21,7 +21,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult, Want
 
 _COUNTS = (
-    *("prompt_tokens", "generated_tokens", "preemptions"),
+    *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
@@ -270,6 +270,7 @@ class Scheduler:
             row.seq.last = self.number
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
+        self._counts["prefill_tokens"] += sum(row.width for row in rows if row.kind == _CHUNK)
         wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
         return Step(
             number=self.number,
@@ -370,6 +371,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting) + len(self.leaving),
             kv_blocks_used=history.held,
+            kv_blocks_cached=history.cached,
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
