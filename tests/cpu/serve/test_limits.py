@@ -152,8 +152,8 @@ def test_large_bodies_are_413_announced_or_not(small):
 def test_a_body_that_stops_is_408(small, monkeypatch):
     monkeypatch.setattr(limits, "PAUSE_SECONDS", 0.1)
     with closing(connect(small)) as sock:
-        sock.sendall(head(COMPLETIONS, "Content-Length: 100") + b'{"prompt"')
-        answer = sock.recv(1000)
+        sock.sendall(head(COMPLETIONS, "Content-Length: 100", "Connection: close") + b'{"prompt"')
+        answer = received(sock)
     assert b" 408 " in answer
     assert b"9 bytes" in answer
 
