@@ -28,8 +28,10 @@ from offroad.run.bind import prepare
 from offroad.run.guides import Guides
 from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.sample.guided import TOO_SLOW
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Step
 from offroad.settings import Settings
 from offroad.speculate.attach import attach
@@ -57,10 +59,9 @@ def _plan(settings: Settings, resolved: Resolved, source: Source, device: Device
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
-    name = settings.served_model_name or settings.model
     spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
     scaled = len(kv_scales.names(source, spec))
-    return plan(name, spec, source.headers, device, settings, default_registry(), dtype, scaled)
+    return plan(settings.names[0], spec, source.headers, device, settings, default_registry(), dtype, scaled)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:
@@ -120,7 +121,7 @@ class Engine:
             progress=lambda done, note: report("prepare", done, note),
         )
         self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
-        self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
+        self.guides = self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -221,11 +222,17 @@ class Engine:
         if self.in_flight and (step is None or len(self.in_flight) >= self.plan.depth):
             done = self.in_flight.popleft()
             events += self.scheduler.commit(done, self.runner.result())
+        for slot in self.guides.given_up():
+            self.scheduler.refuse(slot, TOO_SLOW)
         self.scheduler.seconds += time.perf_counter() - began
         return events
 
     def stats(self) -> Stats:
         return structs.replace(self.scheduler.stats(), late_compilations=warm.late(self.plan))
+
+    def sequences(self) -> list[SequenceState]:
+        """How far sequences are that have not ended, the oldest first."""
+        return standings(self.scheduler)
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

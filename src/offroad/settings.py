@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from offroad.speculate.config import speculation
 from offroad.text.tools.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "fp8_e4m3")
 
 
@@ -22,11 +24,11 @@ class Settings:
     """Everything that a user decides. Names as in vLLM where the meaning is the same.
 
     Memory sizes are bytes; 0 means that the plan chooses. `kernel` forces kernels by op, as `("linear=torch.linear",)`:
-    a kernel named here is used or the plan fails.
+    a kernel named here is used or the plan fails. `api_key` is in no `repr`.
     """
 
     model: str
-    served_model_name: str | None = None
+    served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     default_chat_template_kwargs: str = ""
     reasoning_parser: str = "auto"
@@ -55,8 +57,19 @@ class Settings:
     max_waiting: int = 256
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    api_key_file: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    max_body_mib: int = 16
+    request_timeout: float = 0.0
     drain_seconds: float = 30.0
+    restart_engine: bool = False
+    record_requests: str | None = None
+    record_content: bool = False
     log_level: str = "info"
+    log_json: bool = False
 
     def __post_init__(self) -> None:
         checks: list[tuple[str, bool, str]] = [
@@ -73,7 +86,13 @@ class Settings:
             ("threads", self.threads >= 0, "0 (all cores) or more"),
             ("max_waiting", self.max_waiting >= 1, "1 or more"),
             ("port", 0 <= self.port <= 65535, "0 to 65535 (0: any free one)"),
+            ("served_model_name", all(self.served_model_name), "names that are not empty"),
+            ("allowed_origins", all(_ORIGIN.fullmatch(o) for o in self.allowed_origins), '"*" or scheme://host[:port]'),
+            ("ssl_keyfile", self.ssl_certfile is not None or self.ssl_keyfile is None, "only with --ssl-certfile"),
+            ("max_body_mib", 1 <= self.max_body_mib <= 1024, "1 to 1024"),
+            ("request_timeout", self.request_timeout >= 0, "0 (no limit) or more seconds"),
             ("drain_seconds", self.drain_seconds >= 0, "0 or more seconds"),
+            ("record_content", self.record_requests is not None or not self.record_content, "only with a record"),
             ("kernel", all(entry.count("=") == 1 for entry in self.kernel), "op=kernel, e.g. linear=torch.linear"),
             ("log_level", self.log_level in ("debug", "info", "warning", "error"), "debug, info, warning, error"),
         ]
@@ -117,6 +136,11 @@ class Settings:
             )
         return cls(**values)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model is served; answers have the first."""
+        return self.served_model_name or (self.model,)
+
     def template_defaults(self) -> dict[str, Any]:
         """Variables of the chat template that a request may override. Raises SettingsError."""
         if not self.default_chat_template_kwargs:
@@ -141,9 +165,11 @@ class Settings:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     kinds = get_args(hint) or (hint,)
     if hint == tuple[str, ...]:
-        if isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value):
-            return tuple(value)
-        raise SettingsError(f"setting {name}", found=repr(value), accepted="a list of strings")
+        values = [value] if isinstance(value, str) else value
+        if isinstance(values, (list, tuple)) and all(isinstance(entry, str) for entry in values):
+            return tuple(values)
+        found = "something else" if name == "api_key" else repr(value)
+        raise SettingsError(f"setting {name}", found=found, accepted="a string or a list of strings")
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(value, bool) and bool not in kinds:

@@ -27,7 +27,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
         ({"port": 70000}, "0 to 65535"),
         ({"dtype": "int8"}, "float16"),
         ({"kernel": ["attention"]}, "op=kernel"),
-        ({"kernel": "attention=x"}, "list of strings"),
+        ({"kernel": ["a=b", 1]}, "list of strings"),
+        ({"ssl_keyfile": "x"}, "ssl-certfile"),
+        ({"record_content": True}, "only with a record"),
+        ({"max_body_mib": 0}, "1 to 1024"),
+        ({"request_timeout": -1}, "no limit"),
+        ({"served_model_name": ["a", ""]}, "not empty"),
         ({"memory_utilization": 0}, "more than 0"),
     ],
 )
@@ -68,3 +73,9 @@ def test_how_answers_are_read_is_checked(name: str, value: str, accepted: str):
         Settings.of(model="x", **{name: value})
     assert f"--{name.replace('_', '-')}" in str(refused.value)
     assert Settings.of(model="x", default_chat_template_kwargs='{"a": 1}').template_defaults() == {"a": 1}
+
+
+def test_one_string_is_a_list_of_one():
+    settings = Settings.of(model="m", served_model_name="x", kernel="linear=a")
+    assert (settings.names, settings.kernel) == (("x",), ("linear=a",))
+    assert Settings.of(model="m").names == ("m",)

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from offroad import __version__
-from offroad.cli import bench, bench_engine, doctor, plan, pull, quantize, rm, run, serve, show
+from offroad.cli import bench, bench_engine, doctor, plan, pull, quantize, replay, rm, run, serve, show
 from offroad.cli import list as listing
 from offroad.cli.options import GroupedCommand
 from offroad.errors import OffroadError
@@ -60,6 +60,7 @@ def make_app() -> typer.Typer:
         ("rm", rm.rm),
         ("bench", bench.bench),
         ("bench engine", bench_engine.bench_engine),
+        ("replay", replay.replay),
         ("quantize", quantize.quantize),
         ("doctor", doctor.doctor),
     ):

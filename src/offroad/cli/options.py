@@ -30,7 +30,9 @@ def _names(parsers: Iterable[str]) -> str:
 
 # Every field of Settings but `model`, which is the argument of a verb. A test holds the two together.
 FLAGS: dict[str, Flag] = {
-    "served_model_name": Flag("model", "Name under which the model is served; default: the name given.", "NAME"),
+    "served_model_name": Flag(
+        "model", "Name under which the model is served; default: the name given. May be repeated.", "NAME"
+    ),
     "chat_template": Flag("model", "File with a Jinja chat template; default: the checkpoint's own.", "FILE"),
     "default_chat_template_kwargs": Flag(
         "serve", "Variables of the chat template for requests that do not set them.", "JSON"
@@ -71,8 +73,19 @@ FLAGS: dict[str, Flag] = {
     "host": Flag("serve", "Address to listen on.", "HOST"),
     "port": Flag("serve", "Port to listen on; 0: any free one.", "PORT"),
     "max_waiting": Flag("serve", "Most requests that wait; more are answered with 429.", "N"),
+    "api_key": Flag("serve", "Key that requests must bring, but to /health; may be repeated.", "KEY"),
+    "api_key_file": Flag("serve", "File with such keys, one a line.", "FILE"),
+    "allowed_origins": Flag("serve", "Origin whose web pages may call the server, or *; may be repeated.", "ORIGIN"),
+    "ssl_certfile": Flag("serve", "Certificate (PEM, with its chain): the server speaks HTTPS.", "FILE"),
+    "ssl_keyfile": Flag("serve", "Private key of the certificate; default: in the same file.", "FILE"),
+    "max_body_mib": Flag("serve", "Largest body of a request; larger ones are answered with 413.", "MIB"),
+    "request_timeout": Flag("serve", "After how long a request is ended with an error; 0: never.", "SECONDS"),
     "drain_seconds": Flag("serve", "After SIGTERM, how long running requests may take to finish.", "SECONDS"),
+    "restart_engine": Flag("serve", "Start the engine's process again when it ends, up to 5 times in 10 minutes."),
+    "record_requests": Flag("serve", "File to which requests are added, without their texts (JSON lines).", "FILE"),
+    "record_content": Flag("serve", "Keep the texts of requests in the record."),
     "log_level": Flag("serve", "How much is logged.", "debug|info|warning|error"),
+    "log_json": Flag("serve", "Log one JSON object a line."),
 }
 
 ENGINE_GROUPS = ("model", "memory", "speed")

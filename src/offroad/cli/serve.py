@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,15 @@ from offroad.cli.options import ALL_GROUPS, Model, with_settings
 if TYPE_CHECKING:
     from offroad.engine import EngineInfo
 
+log = logging.getLogger("offroad.serve")
+
 
 @with_settings(*ALL_GROUPS)
 def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
     """Serve a model over HTTP.
 
-    The OpenAI API is under /v1, a chat page at /; /health, /metrics and /plan tell about the server.
+    The OpenAI and Anthropic APIs are under /v1, a chat page at /; /health, /metrics and /plan tell about the server.
+    With API keys everything but /health needs one (the page asks for it as a password, of any user).
     Progress and the start-up screen go to stderr. SIGTERM or Ctrl-C finishes running requests, then ends the server.
     """
     from offroad.cli.progress import LoadProgress
@@ -23,6 +27,9 @@ def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
     from offroad.settings import Settings
 
     settings = Settings.resolve({**flags, "model": model}, config)
+    if settings.log_json:
+        run_server(settings, on_ready=log_ready, progress=LogProgress())
+        return
     with LoadProgress() as progress:
 
         def ready(url: str, info: EngineInfo) -> None:
@@ -30,6 +37,29 @@ def serve(model: Model, *, flags: dict[str, Any], config: str | None) -> None:
             print(screen(url, info), file=sys.stderr, flush=True)
 
         run_server(settings, on_ready=ready, progress=progress)
+
+
+class LogProgress:
+    """The phases of a load as log lines, one when each begins."""
+
+    def __init__(self) -> None:
+        self._phase = ""
+
+    def __call__(self, phase: str, fraction: float, note: str = "") -> None:
+        if phase != self._phase:
+            self._phase = phase
+            log.info("phase %s", phase)
+
+
+def log_ready(url: str, info: EngineInfo) -> None:
+    """The start-up screen as one log line."""
+    fields = {"model": info.model, "max_model_len": info.max_model_len, "device": info.device}
+    fields |= {
+        "plan": info.plan_fingerprint,
+        "memory": info.memory_summary,
+        "load_seconds": round(info.load_seconds, 2),
+    }
+    log.info("ready at %s", url, extra={"fields": fields})
 
 
 def screen(url: str, info: EngineInfo) -> str:

@@ -32,6 +32,7 @@ from offroad.execute.messages import (
     read_report,
     socket_pair,
 )
+from offroad.execute.watch import Watch
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
@@ -87,6 +88,12 @@ class Subscription:
         if self._open.pop(request_id, None) is not None:
             self._client.abort(request_id)
 
+    def end(self, error: OffroadError) -> None:
+        """Aborts what still runs; iterating raises `error` after the events that have come."""
+        if self._open:
+            self.close()
+            self._queue.put_nowait(error)
+
     def put(self, event: TokenEvent) -> bool:
         """Called by the client; True when this event finishes its request."""
         self._queue.put_nowait(event)
@@ -105,7 +112,7 @@ class Subscription:
 
 
 class EngineClient:
-    """Starts an engine, submits to it and hands out its events.
+    """Starts an engine, submits to it and hands out its events. `ended` is set while the engine is dead.
 
     Every request in flight is counted here, so `QueueFull` is known before anything is sent. `launch` says where the
     worker runs. Call `start`, then `open`. Use from one event loop only.
@@ -116,15 +123,17 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.tokenizer: TokenizerFiles | None = None
         self.death: OffroadError | None = None
+        self.restarts = 0
         self._factory, self._launch = factory, launch
         self._open: dict[str, Subscription] = {}
-        self._taught = False
+        self._taught = self._loaded = self._closed = False
         self._calls: dict[int, asyncio.Future[None]] = {}
+        self.watch = Watch()
         self._worker: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
-        self._idle = asyncio.Event()
+        self._idle, self.ended = asyncio.Event(), asyncio.Event()
         self._idle.set()
 
     @property
@@ -143,25 +152,45 @@ class EngineClient:
         return self._worker.pid if self._worker else None
 
     async def start(self, progress: Callable[[str, float, str], None] | None = None) -> None:
-        """Launches the engine and waits until it is loaded. Raises the OffroadError with which the load failed."""
+        """Launches the engine and waits until it is loaded. Raises the OffroadError with which the load failed.
+
+        May be called again when the engine is dead: `death` is then the reason until `open`.
+        """
+        assert self._ready is None or self.state is State.DEAD
+        if self._closed:
+            raise self._dead()
+        if self._worker is not None:
+            await self._leave()
+            self.restarts += 1
+        self.state, self.stats, self._taught, self._loaded = State.LOADING, Stats(), False, False
+        self.ended.clear()
+        self.watch.started()
         ours, theirs = socket_pair()
+        try:
+            self._worker = self._launch(theirs)
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            self._die(EngineDead("the engine's process cannot be started", found=str(error)))
+            raise self._dead() from error
         self._ready = asyncio.get_running_loop().create_future()
-        self._worker = self._launch(theirs)
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._reading = asyncio.create_task(self._read(reader, progress or (lambda phase, fraction, note: None)))
-        self._send(Start(self.settings, self._factory))
+        # Keys are none of the engine's business.
+        self._send(Start(self.settings.replace(api_key=(), api_key_file=None), self._factory))
         await self._ready
 
     def open(self) -> None:
         """Lets requests in, once all that they need is loaded; an engine that has ended meanwhile stays ended."""
         assert self.info is not None
         if self.state is State.LOADING:
-            self.state = State.READY
+            self.state, self.death = State.READY, None
 
     def require_ready(self, new: int = 1) -> None:
         """Raises NotReady, EngineDead or QueueFull if `new` more requests cannot be taken now."""
         if self.state is State.LOADING:
-            raise NotReady("the model is still loading", next="try again soon; /health answers 200 when it is ready")
+            what = "the model is still loading" if self.death is None else "the engine has ended and is loaded again"
+            raise NotReady(what, found=self.death, next="try again soon; /health answers 200 when it is ready")
         if self.state is State.DRAINING:
             raise NotReady("the server is shutting down", next="send the request to another server")
         if self.state is State.DEAD:
@@ -181,6 +210,7 @@ class EngineClient:
         for request in requests:
             assert request.id not in self._open, request.id
             self._open[request.id] = subscription
+            self.watch.submitted(request)
             self._send(Submit(request))
         self._idle.clear()
         return subscription
@@ -246,13 +276,17 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends the engine; requests that still run fail with EngineDead. May be called again."""
-        loading = self.info is None
+        self._closed = True
         self._die(EngineDead("the server has ended"))
         if self._worker is None:
             return
         self._send(Close())
-        if loading:
+        if not self._loaded:
             self._worker.kill()  # a load may take minutes and has nothing to save
+        await self._leave()
+
+    async def _leave(self) -> None:
+        """Waits until an engine that was told to end, or has failed, is gone; lets go of its socket."""
         began = time.monotonic()
         while await asyncio.to_thread(self._worker.wait, 0.2) is None:
             if time.monotonic() - began > _CLOSE_SECONDS:
@@ -279,6 +313,7 @@ class EngineClient:
             while True:
                 report = await read_report(reader)
                 if isinstance(report, Progress):
+                    self.watch.progress = report
                     progress(report.phase, report.fraction, report.note)
                 elif isinstance(report, Failed):
                     self._die(report.failure.error())
@@ -294,8 +329,9 @@ class EngineClient:
 
     def _take(self, report: Report) -> None:
         match report:
-            case Events(events, stats):
+            case Events(events, stats, sequences):
                 self.stats = stats
+                self.watch.stepped(stats, sequences)
                 for event in events:
                     subscription = self._open.get(event.request_id)
                     # None: the last events of a request that was aborted here.
@@ -312,7 +348,7 @@ class EngineClient:
                     else:
                         future.set_exception(failure.error())
             case Ready(info, tokenizer):
-                self.info, self.tokenizer = info, tokenizer
+                self.info, self.tokenizer, self._loaded = info, tokenizer, True
                 if not self._ready.done():
                     self._ready.set_result(None)
             case _:
@@ -320,18 +356,22 @@ class EngineClient:
 
     def _forget(self, request_id: str) -> Subscription | None:
         subscription = self._open.pop(request_id, None)
+        self.watch.ended(request_id)
         if not self._open:
             self._idle.set()
         return subscription
 
     def _dead(self) -> OffroadError:
-        return EngineDead("the engine has ended", found=self.death, next="see the server's log, then restart it")
+        again = self.settings.restart_engine and not self._closed
+        next = "try again soon: it is started again" if again else "see the server's log, then restart it"
+        return EngineDead("the engine has ended", found=self.death, next=next)
 
     def _die(self, error: OffroadError) -> None:
         """The engine has ended: everything that waits for it fails. The first reason stays."""
         if self.state is State.DEAD:
             return
         self.state, self.death = State.DEAD, error
+        self.ended.set()
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
         for request_id in list(self._open):

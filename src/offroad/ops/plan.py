@@ -133,6 +133,7 @@ class Plan:
         }
         memory = asdict(self.memory) | {
             "kv": self.memory.kv,
+            "states": self.memory.states,
             "used": self.memory.used,
             "headroom": self.memory.headroom,
         }

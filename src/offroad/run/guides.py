@@ -70,3 +70,10 @@ class Guides:
         for slot, id in zip(slots.tolist(), ids.tolist(), strict=True):
             if (guided := self._by_slot.get(slot)) is not None:
                 guided.accept(id)
+
+    def given_up(self) -> list[int]:
+        """The slots, each once, of sequences whose grammar takes too long: what they say next is not guided."""
+        slots = [slot for slot, guided in self._by_slot.items() if guided.slow]
+        for slot in slots:
+            del self._by_slot[slot]
+        return slots

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from offroad.errors import RequestError
 from offroad.sample.guide import MAX_CHARS, Grammar
-from offroad.sample.guided import Matcher
+from offroad.sample.guided import TOO_SLOW, Matcher
 from offroad.weights.source import TokenizerFiles
 
 _KEPT = 64  # compiled grammars
+# A grammar whose tokens cost more of the engine's time than this, on average of the latest, is not followed any more.
+# Usual ones take less than a millisecond; `((a{1,99}){1,99}){1,99}` takes more with each token, and soon seconds.
+_SLOW_SECONDS, _LATEST = 0.02, 32
 _BLANKS = 40  # the most between two parts of JSON: a model may else say nothing but blanks for ever
 
 
@@ -26,7 +32,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._table: tuple[list[bytes], tuple[int, ...]] | None = None
         self._compiler: Any = None
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, tuple[Any, Cost]] = OrderedDict()
 
     def teach(self, tokens: list[bytes], ends: tuple[int, ...]) -> None:
         """Tells the bytes of each token (none: it is in no language), and which ones end a sequence."""
@@ -34,7 +40,16 @@ class Grammars:
             self._table = tokens, ends
 
     def compile(self, grammar: Grammar, param: str = "structured_outputs") -> Any:
-        """The compiled grammar. Raises RequestError (`param`): xgrammar is missing, or the grammar is not one."""
+        """The compiled grammar. Raises RequestError (`param`): xgrammar is missing, or the grammar is not one, or was
+        too slow before."""
+        compiled, cost = self._get(grammar, param)
+        if cost.slow:
+            raise RequestError(
+                f"{param} cannot be used", param=param, code="invalid_grammar", found=TOO_SLOW, next="make it simpler"
+            )
+        return compiled
+
+    def _get(self, grammar: Grammar, param: str) -> tuple[Any, Cost]:
         with self._lock:
             if (known := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
@@ -52,16 +67,17 @@ class Grammars:
                 f"{param} cannot be used", param=param, code="invalid_grammar", found=found, accepted=accepted
             ) from error
         with self._lock:
-            self._compiled[grammar] = made
+            self._compiled[grammar] = made, (cost := Cost())
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-        return made
+        return made, cost
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning of a grammar."""
         import xgrammar
 
-        return XMatcher(xgrammar.GrammarMatcher(self.compile(grammar)))
+        compiled, cost = self._get(grammar, "structured_outputs")
+        return XMatcher(xgrammar.GrammarMatcher(compiled), cost)
 
     def _ready(self, param: str) -> Any:
         with self._lock:
@@ -93,24 +109,48 @@ class Grammars:
         return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
-class XMatcher:
-    """xgrammar's matcher. Behind the end of the language everything is allowed: the sequence has ended."""
+class Cost:
+    """What following a grammar takes of the engine's thread, over all sequences that follow it."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self) -> None:
+        self._mean = 0.0  # CPU seconds a call, a running mean of the latest: other programs do not count
+        self.slow = False
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts what is done within; `slow` is set when the mean is too high, for good."""
+        began = time.thread_time()
+        yield
+        self._mean += (time.thread_time() - began - self._mean) / _LATEST
+        self.slow = self.slow or self._mean > _SLOW_SECONDS
+
+
+class XMatcher:
+    """xgrammar's matcher. Behind the end of the language everything is allowed: the sequence has ended. So it is when
+    the grammar is too slow: the sequence will be ended."""
+
+    def __init__(self, matcher: Any, cost: Cost) -> None:
+        self._matcher, self._cost = matcher, cost
         self._beyond = 0  # tokens taken behind the end
 
+    @property
+    def slow(self) -> bool:
+        return self._cost.slow
+
     def fill(self, mask: np.ndarray) -> None:
-        if self._matcher.is_terminated():
+        if self.slow or self._matcher.is_terminated():
             mask[:] = -1
-        elif not self._matcher.fill_next_token_bitmask(mask[None]):
-            mask[:] = -1  # it says that nothing is excluded, and leaves the mask
+            return
+        with self._cost.counted():
+            if not self._matcher.fill_next_token_bitmask(mask[None]):
+                mask[:] = -1  # it says that nothing is excluded, and leaves the mask
 
     def accept(self, token: int) -> bool:
-        if self._matcher.is_terminated():
+        if self.slow or self._matcher.is_terminated():
             self._beyond += 1
             return True
-        return self._matcher.accept_token(token)
+        with self._cost.counted():
+            return self._matcher.accept_token(token)
 
     def rollback(self, count: int) -> None:
         behind = min(count, self._beyond)

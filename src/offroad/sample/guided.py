@@ -11,10 +11,13 @@ import numpy as np
 from offroad.sample.guide import Guide
 
 BITS = 32
+TOO_SLOW = "a grammar whose tokens take too long to find"
 
 
 class Matcher(Protocol):
-    """Follows a language token by token."""
+    """Follows a language token by token, or has given up: then it is `slow`, and allows everything."""
+
+    slow: bool
 
     def fill(self, mask: np.ndarray) -> None:
         """Sets the bits of the tokens that may come next in a zeroed int32 `[words]`; all bits once it has ended."""
@@ -44,6 +47,11 @@ class Guided:
         answer = _Phase.BEGIN if matcher is not None else _Phase.FREE
         self._phase = answer if thinking is None else _Phase.THINKING if thinking.opened else _Phase.FIRST
         self._past: list[tuple[_Phase, int, bool]] = []  # before each token, and whether the matcher took it
+
+    @property
+    def slow(self) -> bool:
+        """Whether the grammar takes too long, so that the sequence must end."""
+        return self._matcher is not None and self._matcher.slow
 
     def fill(self, mask: np.ndarray) -> bool:
         """Sets the bits of the tokens that may come next in a zeroed int32 `[words]`; False: all may, none is set."""

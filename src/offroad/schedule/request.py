@@ -35,7 +35,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     """New tokens of sequence `index` of a request. `finish_reason` is set on its last event: "stop" (eos or a stop id,
-    named in `stop_reason`), "length", "abort" or "error" (with `error`). A finishing eos or stop id is in `token_ids`.
+    named in `stop_reason`), "length", "abort", "error" (with `error`) or "refused" (with `error`: the request's fault).
+    A finishing eos or stop id is in `token_ids`.
 
     `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there; `drafts` were looked at
     for the sequence so far, and `accepted_drafts` of them were what the model said.
@@ -54,9 +55,25 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     accepted_drafts: int = 0
 
 
+class SequenceState(msgspec.Struct, frozen=True, array_like=True):
+    """How far sequence `index` of a request is. `state`: "waiting", "prefill", "decode", or "preempted" (it gave up its
+    memory and waits again). All counts are tokens: `computed` has been run or resumed, `cached` of the prompt was
+    resumed from the prefix cache at first, `generated` has been told."""
+
+    request_id: str
+    index: int
+    state: str
+    prompt: int
+    cached: int
+    computed: int
+    generated: int
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """The engine's gauges and counters, sent with each step's events. Counters only grow.
 
+    Blocks: `kv_blocks_used` are held by sequences, `kv_blocks_cached` by none and kept for a prefix; the rest is free.
+    `prompt_tokens` counts prompts at their admission, `prefill_tokens` what is run of them, again after a preemption.
     Drafts: `draft_rows` are steps of a sequence that had some, `undrafted_steps` steps in which no sequence that could
     have had any; `drafted_by_place` and `accepted_by_place` count by place behind the pending token.
     """
@@ -64,8 +81,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     running: int = 0
     waiting: int = 0
     kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
     prompt_tokens: int = 0
+    prefill_tokens: int = 0
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_matched_tokens: int = 0

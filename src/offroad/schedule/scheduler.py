@@ -7,7 +7,6 @@ a younger one; the step lists verify rows first, then chunks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from operator import sub
 
 import numpy as np
@@ -22,7 +21,7 @@ from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult, Want
 
 _COUNTS = (
-    *("prompt_tokens", "generated_tokens", "preemptions"),
+    *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
 _NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
@@ -112,6 +111,11 @@ class Scheduler:
         """Ends all sequences of a request, with an event each; unknown and finished ids are ignored."""
         for job in list(self.requests.get(request_id, ())):
             self._end(job, job.event([], "abort"))
+
+    def refuse(self, slot: int, error: str) -> None:
+        """Ends the sequence that runs in a slot, if one does, as one that the request should not have asked for."""
+        for job in [job for job in self.running if job.slot == slot]:
+            self._end(job, job.event([], "refused", None, error))
 
     def has_work(self) -> bool:
         return bool(self.requests or self.in_flight or self.events)
@@ -271,6 +275,7 @@ class Scheduler:
             row.seq.last = self.number
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
+        self._counts["prefill_tokens"] += sum(row.width for row in rows if row.kind == _CHUNK)
         wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
         return Step(
             number=self.number,
@@ -371,6 +376,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting) + len(self.leaving),
             kv_blocks_used=history.held,
+            kv_blocks_cached=history.cached,
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
@@ -390,8 +396,8 @@ class Scheduler:
         assert set(self.running) == {job for job in live if not job.dead}, "running sequences and slots"
         assert [job.age for job in self.running] == sorted(job.age for job in self.running), "order of age"
         assert all(not job.slot for job in self.waiting), "waiting sequences hold nothing"
-        queued: Iterable[Job] = (*self.waiting, *self.running, *self.leaving)
-        assert set(queued) == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
+        queued = {*self.waiting, *self.running, *self.leaving}
+        assert queued == {job for jobs in self.requests.values() for job in jobs}, "every sequence is somewhere"
         if not self.in_flight:
             assert not self.leaving, "I1: preempted and still held"
             assert not any(job.dead for job in live), "I1: released and still held"

@@ -20,6 +20,7 @@ from offroad.serve.errors import anthropic_body, body_of, error_body, json_respo
 from offroad.serve.generation import Choice, Generation, Piece
 from offroad.serve.openai import CLIENT_GONE, check_model, streamed
 from offroad.serve.protocol.anthropic import CountRequest, MessagesRequest
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.stream import PING_SECONDS, Ahead, Disconnected, read_body, while_connected
@@ -32,7 +33,7 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", openapi_extra=takes(MessagesRequest))
     async def messages(request: Request) -> Response:
         body = parse(await read_body(request), MessagesRequest)
         service.client.require_ready()
@@ -50,7 +51,7 @@ def routes(service: Service) -> APIRouter:
             return Response(status_code=CLIENT_GONE)
         return json_response(shape.answer(generation))
 
-    @router.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens", openapi_extra=takes(CountRequest))
     async def count_tokens(request: Request) -> Response:
         body = parse(await read_body(request), CountRequest)
         service.client.require_ready()
@@ -89,7 +90,7 @@ class Shape:
         for call in choice.calls:
             try:
                 block = {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             content.append(block)
         return self._message(content, generation) | _end(choice)

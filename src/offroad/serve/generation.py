@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from offroad.execute.client import EngineClient, NotReady, Subscription
 from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
-from offroad.serve.errors import GenerationFailed
+from offroad.serve.errors import GenerationFailed, RequestTimeout
 from offroad.serve.metrics import Metrics
 from offroad.serve.text import Prompt, TextLayer
 from offroad.text.answer import AnswerParser, Reading
@@ -130,8 +131,12 @@ class Generation:
         continues: bool,
         reading: Reading | None = None,
         guide: Guide | None = None,
+        timeout: float = 0.0,
     ) -> None:
-        """`reading` says how answers are taken apart (None: they are content as they are), `guide` what they may be."""
+        """`reading` says how answers are taken apart (None: they are content as they are), `guide` what they may be.
+
+        After `timeout` seconds (0: never) what still runs is aborted, and `pieces` raises RequestTimeout.
+        """
         self.prompts, self.params, self._metrics = prompts, params[0], metrics
         n = self.params.n
         self.choices = [
@@ -162,6 +167,8 @@ class Generation:
         self.first: float | None = None
         self.last = self.began
         self._subscription: Subscription = client.submit(requests)
+        self._timeout = timeout
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._expire) if timeout else None
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Pieces of all choices as they come; ends when every choice has finished.
@@ -187,11 +194,22 @@ class Generation:
 
     def close(self) -> None:
         """Aborts what has not finished; counts it."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._subscription.close()
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.finish_reason = "abort"
                 self._metrics.finished("abort", time.perf_counter() - self.began)
+
+    def _expire(self) -> None:
+        error = RequestTimeout(
+            "the request has taken too long",
+            found=f"it still ran after {self._timeout:g} s",
+            accepted="requests that end within --request-timeout",
+            next="ask for fewer tokens, or try again when the server is less busy",
+        )
+        self._subscription.end(error)
 
     def _take(self, index: int, choice: Choice, event: TokenEvent) -> Piece | None:
         self._clock(choice, len(event.token_ids))
@@ -202,6 +220,8 @@ class Generation:
             self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)
             if event.finish_reason == "abort":
                 raise NotReady("the engine has aborted the request", found=event.error)
+            if event.finish_reason == "refused":
+                raise RequestError("the request was ended", code="request_refused", found=event.error)
             raise GenerationFailed("the engine has failed on this request", found=event.error)
         used = choice.stream.tokens_used
         delta = choice.stream.push(event.token_ids, ends_with_stop_token=event.finish_reason == "stop")

@@ -57,6 +57,8 @@ class _EngineCollector(Collector):
             for place, count in enumerate(counts):
                 family.add_metric([str(place)], count)
             yield family
+        restarts = self._client.restarts
+        yield CounterMetricFamily("offroad_engine_restarts", "How often the engine was started again.", restarts)
         length = 1 + stats.accepted_draft_tokens / stats.draft_rows if stats.draft_rows else 1.0
         text = "Tokens a step of a sequence that looked at drafts, on average."
         yield GaugeMetricFamily("offroad_spec_decode_mean_accepted_length", text, length)

@@ -13,10 +13,11 @@ from starlette.responses import Response
 
 from offroad.errors import OffroadError, RequestError
 from offroad.serve.chat import plain_guide, read
-from offroad.serve.errors import ModelUnknown, body_of, error_body, json_response
+from offroad.serve.errors import CLIENT_GONE, ModelUnknown, body_of, error_body, json_response
 from offroad.serve.generation import Generation, Piece, fit
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.completion import CompletionRequest
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.shapes import ChatShape, CompletionShape, Shape
@@ -34,7 +35,6 @@ from offroad.serve.stream import (
 from offroad.serve.text import Prompt
 
 log = logging.getLogger("offroad.serve")
-CLIENT_GONE = 499
 Frames = Callable[[Ahead[Piece]], AsyncIterator[bytes]]
 
 
@@ -42,33 +42,37 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
     async def chat(request: Request) -> Response:
         body = parse(await read_body(request), ChatRequest)
         return await _answer(service, request, body, _chat)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = parse(await read_body(request), CompletionRequest)
         return await _answer(service, request, body, _completions)
 
     @router.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [service.card()]})
+        return json_response({"object": "list", "data": [service.card(name) for name in service.names]})
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         check_model(service, model)
-        return json_response(service.card())
+        return json_response(service.card(model))
 
     return router
 
 
 def check_model(service: Service, model: str | None) -> None:
     """Raises ModelUnknown if a request names another model."""
-    if model is not None and model != service.name:
+    if model is not None and model not in service.names:
         raise ModelUnknown(
-            "the model is not served here", param="model", code="model_not_found", found=model, accepted=service.name
+            "the model is not served here",
+            param="model",
+            code="model_not_found",
+            found=model,
+            accepted=", ".join(service.names),
         )
 
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from offroad.errors import SettingsError
 from offroad.execute.client import EngineClient
 from offroad.execute.messages import EngineInfo
-from offroad.serve.app import create_app
+from offroad.serve.app import app_of
+from offroad.serve.limits import PatientHttp
+from offroad.serve.logs import configure
 from offroad.serve.service import MakeText, Service
 from offroad.serve.text import model_text
 from offroad.settings import Settings
@@ -38,11 +43,16 @@ def serve(
     """Serves until SIGTERM or SIGINT, then lets running requests finish for up to `drain_seconds`; a second signal ends
     it at once (SystemExit, 128 + signal). The port is open while the model loads. Call from the main thread.
 
-    Raises SettingsError for a port or an address that cannot be had, and the OffroadError of a load that fails.
+    Raises SettingsError for what cannot be had (port, address, certificate, keys, record), and the OffroadError of a
+    load that fails.
     """
+    configure(settings)
+    check_certificate(settings)
+    service = Service(settings, client or EngineClient(settings), make_text)
     sock = bind(settings)
-    client = client or EngineClient(settings)
-    code = asyncio.run(_Run(settings, Service(settings, client, make_text), sock, on_ready, progress).run())
+    if not service.keys and not ipaddress.ip_address(sock.getsockname()[0]).is_loopback:
+        log.warning("anybody who reaches %s may use the server: see --api-key", url_of(sock))
+    code = asyncio.run(_Run(service, sock, on_ready, progress).run())
     if code:
         raise SystemExit(code)
 
@@ -79,10 +89,45 @@ def bind(settings: Settings) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def check_certificate(settings: Settings) -> None:
+    """Raises SettingsError if HTTPS is asked for and the certificate or its key cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            settings.ssl_certfile, settings.ssl_keyfile, password=lambda: ""
+        )
+    except (OSError, ssl.SSLError) as error:
+        raise SettingsError(
+            "--ssl-certfile and --ssl-keyfile",
+            found=f"{settings.ssl_certfile}, {settings.ssl_keyfile or 'no key file'} ({error})",
+            accepted="a certificate and its private key as PEM files, the key without a password",
+        ) from error
+
+
+def url_of(sock: socket.socket, scheme: str = "http") -> str:
     """The address to paste into a client."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def http_server(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """The HTTP side of `app`, to be run on a socket; it takes no signals."""
+    return _Http(
+        uvicorn.Config(
+            app,
+            http=PatientHttp,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,  # `logs.Exchanges` writes more
+            server_header=False,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            timeout_keep_alive=30,
+        )
+    )
 
 
 class _Http(uvicorn.Server):
@@ -97,23 +142,14 @@ class _Run:
 
     def __init__(
         self,
-        settings: Settings,
         service: Service,
         sock: socket.socket,
         on_ready: Callable[[str, EngineInfo], None] | None,
         progress: Progress | None,
     ) -> None:
-        self.settings, self.service, self.sock = settings, service, sock
+        self.settings, self.service, self.sock = service.settings, service, sock
         self.on_ready, self.progress = on_ready, progress
-        config = uvicorn.Config(
-            create_app(service),
-            lifespan="off",
-            log_level="warning" if settings.log_level == "info" else settings.log_level,
-            access_log=settings.log_level == "debug",
-            timeout_graceful_shutdown=_FLUSH_SECONDS,
-            timeout_keep_alive=30,
-        )
-        self.http = _Http(config)
+        self.http = http_server(app_of(service), service.settings)
         self.stop, self.at_once = asyncio.Event(), asyncio.Event()
         self.code = 0
 
@@ -122,21 +158,24 @@ class _Run:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal, number)
-        url = url_of(self.sock)
+        url = url_of(self.sock, "http" if self.settings.ssl_certfile is None else "https")
         http = asyncio.create_task(self.http.serve(sockets=[self.sock]))
         stop = asyncio.create_task(self.stop.wait())
         load = asyncio.create_task(self.service.start(self.progress))
+        watch: asyncio.Task[None] | None = None
         try:
             await asyncio.wait((http, stop, load), return_when=asyncio.FIRST_COMPLETED)
             if load.done() and not stop.done():
                 load.result()
                 if self.on_ready is not None:
                     self.on_ready(url, self.service.client.info)
+                watch = asyncio.create_task(self.service.watch())
                 await asyncio.wait((http, stop), return_when=asyncio.FIRST_COMPLETED)
+                watch.cancel()
             if not http.done():
                 await self._drain()
         finally:
-            await self._end(http, load)
+            await self._end(http, load, *([watch] if watch else []))
             stop.cancel()
         return self.code
 
@@ -159,10 +198,10 @@ class _Run:
         drain.cancel()
         at_once.cancel()
 
-    async def _end(self, http: asyncio.Task[None], load: asyncio.Task[None]) -> None:
-        """Closes the port and the engine; a load that was under way ends with it."""
+    async def _end(self, http: asyncio.Task[None], *loads: asyncio.Task[None]) -> None:
+        """Closes the port and the engine; loads that were under way end with it."""
         self.http.should_exit = True
         await http
-        await self.service.client.close()
-        # Its error is known already, or is that it was told to end.
-        await asyncio.gather(load, return_exceptions=True)
+        await self.service.close()
+        # Their errors are known already, or are that they were told to end.
+        await asyncio.gather(*loads, return_exceptions=True)

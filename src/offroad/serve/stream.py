@@ -11,9 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from offroad.serve.errors import BodyTooLarge
-
-MAX_BODY = 16 * 2**20
 PING_SECONDS = 10.0
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -25,23 +22,11 @@ class Disconnected(Exception):
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises BodyTooLarge above 16 MiB, without reading the rest."""
-    size = request.headers.get("content-length", "")
-    if size.isdigit() and int(size) > MAX_BODY:
-        raise _too_large(int(size))
-    chunks, total = [], 0
-    async for chunk in request.stream():
-        total += len(chunk)
-        if total > MAX_BODY:
-            raise _too_large(total)
-        chunks.append(chunk)
-    return b"".join(chunks)
+    """The whole body; `limits.BodyLimits` sees to its size and pace.
 
-
-def _too_large(size: int) -> BodyTooLarge:
-    return BodyTooLarge(
-        "the body is too large", code="body_too_large", found=f"{size} bytes or more", accepted=f"{MAX_BODY} bytes"
-    )
+    Raises BodyTooLarge, BodyTooSlow, ClientDisconnect.
+    """
+    return await request.body()
 
 
 def event(body: Any) -> bytes:

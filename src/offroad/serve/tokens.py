@@ -15,6 +15,7 @@ from offroad.serve.errors import json_response
 from offroad.serve.openai import check_model
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.fields import Body
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse, validated
 from offroad.serve.protocol.shared import token
 from offroad.serve.service import Service
@@ -51,7 +52,7 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         body = parse(await read_body(request), TokenizeRequest)
         service.client.require_ready()
@@ -62,12 +63,12 @@ def routes(service: Service) -> APIRouter:
             answer["token_strs"] = [service.text.token_text(id) for id in ids]
         return json_response(answer)
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         body = parse(await read_body(request), DetokenizeRequest)
         service.client.require_ready()
         check_model(service, body.model)
-        for id in body.tokens:
+        for id in (min(body.tokens), max(body.tokens)) if body.tokens else ():
             token("tokens", id, service.client.info.vocab)
         return json_response({"prompt": await asyncio.to_thread(service.text.decode, body.tokens)})
 

@@ -15,7 +15,7 @@ import jinja2.meta
 
 from offroad.errors import RequestError, SettingsError
 from offroad.text.messages import extended, joined, prepared
-from offroad.text.template_env import MAX_CHARS, template_environment
+from offroad.text.template_env import MAX_CHARS, TooSlow, template_environment, time_limit
 from offroad.text.tokenizer import Tokenizer
 from offroad.weights.source import TokenizerFiles
 
@@ -23,6 +23,7 @@ MAX_SECONDS = 10.0
 # Only the latest turns are marked: earlier ones were the latest when they came, and each costs one rendering. Results
 # count apart: an agent's many must not displace the last user turn, where prompts part when thoughts are removed.
 MARKED_TURNS, MARKED_RESULTS = 8, 2
+_MARKED_CHARS = 4_000_000
 _PROBE = "\u2063offroad\u2063"
 
 
@@ -166,18 +167,23 @@ class ChatTemplate:
     def _run(self, messages: list[dict], variables: dict, generation_prompt: bool, deadline: float) -> str:
         try:
             pieces, size = [], 0
-            for piece in self._template.generate(
-                messages=messages, add_generation_prompt=generation_prompt, **variables
-            ):
-                pieces.append(piece)
-                size += len(piece)
-                if size > MAX_CHARS:
-                    raise RequestError("the prompt is too long", param="messages", accepted=f"{MAX_CHARS} characters")
-                if time.monotonic() > deadline:
-                    raise RequestError("the template takes too long", param="messages", accepted=f"{MAX_SECONDS:g} s")
+            with time_limit(deadline):
+                for piece in self._template.generate(
+                    messages=messages, add_generation_prompt=generation_prompt, **variables
+                ):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > MAX_CHARS:
+                        accepted = f"{MAX_CHARS} characters"
+                        raise RequestError("the prompt is too long", param="messages", accepted=accepted)
+                    if time.monotonic() > deadline:
+                        raise TooSlow
             return "".join(pieces)
         except RequestError:
             raise
+        except TooSlow as e:
+            accepted = f"{MAX_SECONDS:g} s"
+            raise RequestError("the template takes too long", param="messages", accepted=accepted) from e
         except Exception as e:  # a template is a program: its errors may be of any type, and all are the request's
             raise RequestError(
                 "the chat template refuses these messages",
@@ -235,7 +241,10 @@ def _turn_ends(messages: list[dict]) -> list[int]:
 
 def encode_with_marks(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int], tuple[int, ...]]:
     """Token ids of a rendered prompt (nothing added: templates write bos themselves), and its marks as numbers of
-    tokens; a mark inside a token is left out."""
+    tokens; a mark inside a token is left out. A text that is too long for most models has none: to make the offsets of
+    a million tokens would hold up other threads."""
+    if len(rendered.text) > _MARKED_CHARS:
+        return tokenizer.encode(rendered.text, add_special=False), ()
     ids, offsets = tokenizer.encode_with_offsets(rendered.text, add_special=False)
     marks, token = [], 0
     for mark in rendered.marks:

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import jinja2
 import jinja2.ext
@@ -26,8 +30,38 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+class TooSlow(Exception):
+    """The template has run past the end that `time_limit` has set."""
+
+
+_end: ContextVar[float] = ContextVar("end", default=float("inf"))
+
+
+@contextmanager
+def time_limit(end: float) -> Iterator[None]:
+    """Templates that run within, in this thread, raise TooSlow once `time.monotonic()` is past `end`."""
+    token = _end.set(end)
+    try:
+        yield
+    finally:
+        _end.reset(token)
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """A sandbox whose loops and macros look at the clock: without them a template ends soon, since it has an end."""
+
     intercepted_binops = frozenset(["*", "**"])
+
+    def _parse(self, source, name, filename):
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((jinja2.nodes.For, jinja2.nodes.Macro, jinja2.nodes.CallBlock)):
+            look = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("look_at_the_clock"), [], [], None, None)
+            node.body.insert(0, jinja2.nodes.ExprStmt(look).set_lineno(node.lineno))
+        return tree
+
+    def look_at_the_clock(self):
+        if time.monotonic() > _end.get():
+            raise TooSlow
 
     def call_binop(self, context, operator, left, right):
         sized = [x for x in (left, right) if isinstance(x, (str, list, tuple))]

@@ -52,18 +52,25 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`. With `add_special`, what the tokenizer adds around a prompt, and bos when its files ask
         for it; a text that begins with bos already does not get a second one."""
-        return self.encode_with_offsets(text, add_special)[0]
+        return self._encoded(text, add_special)[0]
 
     def encode_with_offsets(self, text: str, add_special: bool = True) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and their character ranges `[start, end)` in `text` (tokens that were added: `(0, 0)`)."""
-        encoding = self._backend.encode(text, add_special_tokens=add_special)
-        ids, offsets = list(encoding.ids), list(encoding.offsets)
+        ids, encoding = self._encoded(text, add_special)
+        offsets, more = encoding.offsets, len(ids) - len(encoding)
+        return ids, [(0, 0), *offsets] if more > 0 else offsets[-more:]
+
+    def _encoded(self, text: str, add_special: bool) -> tuple[list[int], tokenizers.Encoding]:
+        """Token ids, and the encoding that they are of: they may have a bos more than that, or less."""
+        # A batch, since only that lets other threads run: a long text takes seconds.
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special)
+        ids = encoding.ids
         if add_special and self.bos_id is not None:
-            if ids[:2] == [self.bos_id] * 2 and offsets[0] == (0, 0) and offsets[1] != (0, 0):
-                ids, offsets = ids[1:], offsets[1:]
+            if ids[:2] == [self.bos_id] * 2 and encoding.offsets[0] == (0, 0) != encoding.offsets[1]:
+                ids = ids[1:]
             elif self._add_bos and ids[:1] != [self.bos_id]:
-                ids, offsets = [self.bos_id, *ids], [(0, 0), *offsets]
-        return ids, offsets
+                ids = [self.bos_id, *ids]
+        return ids, encoding
 
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token by id; none for special tokens and ids without one. Takes a second or so."""

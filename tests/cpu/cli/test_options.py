@@ -64,7 +64,7 @@ def test_all_kinds_of_values_reach_the_settings():
     assert settings == Settings(
         model="m",
         max_model_len=2048,
-        served_model_name="x",
+        served_model_name=("x",),
         kernel=("linear=a", "attention=b"),
         port=0,
         memory_utilization=0.5,

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from offroad.errors import ModelError, QueueFull, RequestError
-from offroad.schedule.request import Request, Stats, TokenEvent, TokenLogprobs
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent, TokenLogprobs
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
@@ -148,6 +148,12 @@ class FakeEngine:
             prefix_matched_tokens=8,
             prefix_resumed_tokens=4,
         )
+
+    def sequences(self) -> list[SequenceState]:
+        return [
+            SequenceState(request.id, index, "decode", prompt := len(request.prompt_ids), 1, prompt + done, done)
+            for (_, index), (request, _, done) in self.running.items()
+        ]
 
     def check(self) -> None:
         assert not self.running, f"held: {sorted(self.running)}"

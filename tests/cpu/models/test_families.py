@@ -22,7 +22,12 @@ def prompts(seed: int) -> list[list[int]]:
 def pair(request, tiny):
     folder, reference = tiny(request.param)
     llm = LLM(
-        str(folder), device="cpu", dtype="float32", max_num_seqs=4, max_num_batched_tokens=48, served_model_name="tiny"
+        str(folder),
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=48,
+        served_model_name=("tiny",),
     )
     yield llm, reference
     llm.close()

@@ -16,6 +16,7 @@ from offroad.sample.params import SamplingParams
 from offroad.schedule.job import Job, sequence_seed
 from offroad.schedule.request import Request
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Kind, StepResult, Want
 
 
@@ -154,6 +155,28 @@ def test_preemption_releases_the_youngest_and_gives_the_same_tokens(depth):
     assert all(s.prompt_len == 5 for s in restarted)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_how_far_sequences_are_is_told_through_a_preemption(depth):
+    sim = Sim(small(history=9), FULL, depth=depth)
+    names = [sim.add([seed] * 5, seed=seed, max_tokens=22) for seed in range(3)]
+    assert [(s.request_id, s.state, s.computed) for s in standings(sim.scheduler)] == [(n, "waiting", 0) for n in names]
+    seen: dict[str, list] = {name: [] for name in names}
+    while sim.flying or sim.scheduler.has_work():
+        sim.step()
+        for told in standings(sim.scheduler):
+            seen[told.request_id].append(told)
+    states = {name: {s.state for s in told} for name, told in seen.items()}
+    assert states[names[0]] <= {"prefill", "decode"}, "the oldest goes on"
+    assert {"decode", "preempted"} <= states[names[2]]
+    for told in seen.values():
+        generated = [s.generated for s in told]
+        assert generated == sorted(generated), "what was said is kept"
+        assert generated[-1] in (20, 21)
+        assert all(s.computed < s.prompt + s.generated for s in told if s.state == "decode")
+        assert all(s.generated and s.prompt == 5 for s in told if s.state == "preempted")
+        assert all(s.computed == 0 for s in told if s.state == "preempted")
+
+
 def test_a_sequence_that_fills_the_whole_cache_ends_with_a_reason():
     sim = Sim(small(history=4), FULL)
     sim.add([1, 2, 3], max_tokens=None)
@@ -216,6 +239,24 @@ def test_aborts_at_any_time_leak_nothing(depth):
         sim.scheduler.check()
         sim.run()
         assert all((("r1", i) in sim.ended) for i in range(2))
+        assert sim.ended["r2", 0].finish_reason == "length"
+        sim.verify()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_refused_sequence_ends_alone_at_any_time(depth):
+    for steps in range(1, 7):
+        sim = Sim(small(), FULL, depth=depth)
+        sim.add([1] * 10, max_tokens=8)
+        sim.add([2] * 10, max_tokens=8)
+        for _ in range(steps):
+            sim.step()
+        [slot] = [job.slot for job in sim.scheduler.running if job.request.id == "r1"] or [0]
+        sim.scheduler.refuse(slot, "too slow")
+        sim.scheduler.refuse(slot, "too slow")  # it is gone already
+        sim.run()
+        ended = sim.ended["r1", 0]
+        assert (ended.finish_reason, ended.error) == (("refused", "too slow") if slot else ("length", None))
         assert sim.ended["r2", 0].finish_reason == "length"
         sim.verify()
 

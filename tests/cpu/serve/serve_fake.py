@@ -1,5 +1,6 @@
-"""Run as a program: `serve_fake.py MODEL DRAIN_SECONDS [FACTORY]` serves a fake engine from a process of its own."""
+"""Run as a program: `serve_fake.py FACTORY SETTINGS` (JSON) serves a fake engine from a process of its own."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,10 +14,8 @@ from offroad.execute.client import EngineClient  # noqa: E402
 from offroad.serve.server import serve  # noqa: E402
 from offroad.settings import Settings  # noqa: E402
 
-model, drain, factory = sys.argv[1], float(sys.argv[2]), sys.argv[3]
-port = int(sys.argv[4])
-settings = Settings(model=model, port=port, drain_seconds=drain)
-client = EngineClient(settings, factory=f"fake_engine:{factory}")
+settings = Settings.of(**json.loads(sys.argv[2]))
+client = EngineClient(settings, factory=f"fake_engine:{sys.argv[1]}")
 
 
 def ready(url, info) -> None:

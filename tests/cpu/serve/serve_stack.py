@@ -18,8 +18,8 @@ from fake_text import FakeText
 
 from offroad.execute.client import EngineClient
 from offroad.execute.launch import in_thread
-from offroad.serve.app import create_app
-from offroad.serve.server import _Http, bind, url_of
+from offroad.serve.app import app_of
+from offroad.serve.server import bind, http_server, url_of
 from offroad.serve.service import Service
 from offroad.settings import Settings
 
@@ -37,7 +37,7 @@ class Stack:
         self.settings = Settings(model="fake", port=0, **settings)
         self.client = EngineClient(self.settings, launch=in_thread(factory))
         self.service = Service(self.settings, self.client, lambda files, settings: FakeText(generation or {}))
-        self.app = create_app(self.service)
+        self.app = app_of(self.service)
 
     @asynccontextmanager
     async def http(self, start: bool = True):
@@ -57,9 +57,7 @@ class Wire:
         self.stack = stack
         sock = bind(stack.settings)
         self.url = url_of(sock)
-        import uvicorn
-
-        self._server = _Http(uvicorn.Config(stack.app, lifespan="off", log_level="warning"))
+        self._server = http_server(stack.app, stack.settings)
         self.loop: asyncio.AbstractEventLoop | None = None
         ready = threading.Event()
 

@@ -113,6 +113,26 @@ def test_what_is_no_grammar_is_refused(client):
         ask(client, tools=[PICK], extra_body=outputs(regex="a"))
 
 
+def test_a_grammar_that_takes_too_long_is_ended_and_others_go_on(client, monkeypatch):
+    other = client.completions.create(
+        model="fake", prompt="a", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(other)
+    monkeypatch.setattr("offroad.sample.grammar._SLOW_SECONDS", 0.0)
+    slow = {"model": "fake", "prompt": "a", "max_tokens": 200} | {"extra_body": outputs(regex="(x|y){300}")}
+    with pytest.raises(openai.BadRequestError, match="take too long") as ended:
+        client.completions.create(**slow)
+    assert ended.value.code == "request_refused"
+    with pytest.raises(openai.BadRequestError, match="take too long") as again:  # it is known now
+        client.completions.create(**slow)
+    assert again.value.code == "invalid_grammar"
+    with pytest.raises(openai.APIError, match="take too long"):
+        list(client.completions.create(**slow | {"extra_body": outputs(regex="(y|x){300}")}, stream=True))
+    assert list(other)[-1].choices[0].finish_reason == "length"
+    monkeypatch.undo()
+    assert ask(client, extra_body=outputs(regex="[ab]{3}")).finish_reason == "stop"
+
+
 MARKS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|other|>"]
 GEMMA = (
     "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from small_tokenizers import byte_level, files
 
@@ -103,6 +105,15 @@ def test_marks_in_tokens():
     assert len(marks) == len(rendered.marks) == 3
     for mark, chars in zip(marks, rendered.marks, strict=True):
         assert tokenizer.decode(ids[:mark], skip_special=False) == rendered.text[:chars]
+
+
+def test_a_very_long_prompt_has_no_marks(monkeypatch):
+    tokenizer = Tokenizer(files(byte_level()))
+    text = template(CHATML).render(TALK)
+    ids, marks = encode_with_marks(tokenizer, text)
+    assert marks
+    monkeypatch.setattr(module, "_MARKED_CHARS", 10)
+    assert encode_with_marks(tokenizer, text) == (ids, ())
 
 
 def test_a_mark_inside_a_token_is_left_out():
@@ -234,6 +245,32 @@ def test_output_and_time_are_limited(monkeypatch):
     monkeypatch.setattr(module, "MAX_SECONDS", -1.0)
     with pytest.raises(RequestError, match="takes too long"):
         shown("{% for i in range(10) %}a{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% macro m(n) %}{% if n %}{% call m(n - 1) %}{% endcall %}{% call m(n - 1) %}{% endcall %}{% endif %}"
+        "{% endmacro %}{{ m(60) }}",
+        "{% for m in messages recursive %}{{ loop(messages) ~ loop(messages) }}{% endfor %}",
+        "{% set n = namespace(x=0) %}{% for i in range(99999) %}{% set n.x = range(99999)|sum %}{% endfor %}{{ n.x }}",
+    ],
+)
+def test_templates_that_say_nothing_for_ever_are_ended(monkeypatch, source):
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.1)
+    began = time.monotonic()
+    with pytest.raises(RequestError):
+        shown(source)
+    assert time.monotonic() - began < 5
+
+
+def test_the_clock_changes_no_text():
+    source = "{% for i in [1, 2] %} {{ loop.index }}{{ i }}\n{% else %}none{% endfor %}"
+    source += "{% macro m(a) %}<{{ a }}>{% endmacro %}"
+    assert shown(source + "{{ m(3) }}{% for i in [] %}x{% else %}none{% endfor %}") == " 11\n 22\n<3>none"
 
 
 def test_variables_of_the_caller_do_not_replace_ours():

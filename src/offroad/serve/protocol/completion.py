@@ -38,7 +38,8 @@ class CompletionRequest(Generation):
         prompts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
         if not prompts or any(isinstance(prompt, list) and not prompt for prompt in prompts):
             raise RequestError("prompt", param="prompt", found="an empty list", accepted="at least one token")
-        for prompt in prompts:
-            for id in prompt if isinstance(prompt, list) else ():
-                token("prompt", id, vocab)
+        for ids in prompts:
+            if isinstance(ids, list):  # of a million perhaps: the least and the greatest say it for all
+                token("prompt", min(ids), vocab)
+                token("prompt", max(ids), vocab)
         return prompts

@@ -8,6 +8,7 @@ import msgspec
 from pydantic import ValidationError
 
 from offroad.errors import RequestError
+from offroad.serve.protocol.extent import check_extent
 from offroad.serve.protocol.fields import NEUTRAL, Body, left_out, short
 
 Wanted = TypeVar("Wanted", bound=Body)
@@ -25,6 +26,7 @@ def parse(raw: bytes, kind: type[Wanted]) -> Wanted:
         ) from error
     if not isinstance(data, dict):
         raise RequestError("the body", code="invalid_json", found=type(data).__name__, accepted="a JSON object")
+    check_extent(data)
     own, table = kind.model_fields.keys(), NEUTRAL | kind.neutral
     data = {name: value for name, value in data.items() if name in own or not left_out(name, value, table)}
     return validated(kind.prepared(data), kind)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from offroad.errors import RequestError
 from offroad.sample.guide import Grammar
+from offroad.serve.protocol.extent import check_extent
 from offroad.serve.protocol.fields import Strict, short
 
 
@@ -100,6 +101,7 @@ def _schema(given: dict[str, Any] | str) -> str:
     if not isinstance(schema, dict):
         param = "structured_outputs.json"
         raise RequestError(param, param=param, found=short(given), accepted="a JSON schema, as an object or as text")
+    check_extent(schema, "structured_outputs.json")
     return given
 
 
