@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from offroad import __version__
 from offroad.errors import OffroadError
-from offroad.serve import anthropic, openai, tokens
+from offroad.serve import anthropic, openai, render, responses, tokens
 from offroad.serve.errors import RETRY_SECONDS, json_response, on_defect, on_http_error, on_offroad_error
 from offroad.serve.metrics import CONTENT_TYPE
 from offroad.serve.service import Service
@@ -21,7 +21,7 @@ _PAGE_POLICY = "default-src 'self' 'unsafe-inline'"
 def create_app(service: Service) -> FastAPI:
     """An app on `service`, which someone else starts and ends."""
     app = FastAPI(title="offroad", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    for part in (openai, anthropic, tokens):
+    for part in (openai, responses, anthropic, render, tokens):
         app.include_router(part.routes(service))
     app.add_exception_handler(OffroadError, on_offroad_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -43,8 +43,14 @@ class ReasoningParser:
     def __init__(self, thoughts: Thoughts, opened: bool) -> None:
         self.thoughts = thoughts
         self._state = _THINKING if opened else _BEFORE
+        self.begun = opened
         self._text = ""
         self._blank = True  # nothing but blanks since the state began
+
+    @property
+    def ended(self) -> bool:
+        """Whether what comes now is the answer."""
+        return self._state == _ANSWER
 
     def feed(self, text: str) -> Said:
         self._text += text
@@ -72,7 +78,7 @@ class ReasoningParser:
         """Finds out whether thoughts come first; False: not known yet."""
         start, text = self.thoughts.start, self._text.lstrip()
         if text.startswith(start):
-            self._text, self._state = text[len(start) :], _THINKING
+            self._text, self._state, self.begun = text[len(start) :], _THINKING, True
             return True
         if start.startswith(text):
             return False

@@ -117,6 +117,27 @@ def test_thoughts_that_are_cut_off_are_thoughts(client, scripted, stream):
     assert (stopped.reasoning, stopped.content, stopped.finish) == ("I think for a", "", "stop")
 
 
+@pytest.mark.parametrize(
+    ("says", "ending", "more", "count"),
+    [
+        ("I think.</think>\n\nAnswer.", "<think>\n", {}, len("I think.</think>")),
+        ("<think>\nhm</think>yes", "", {}, len("<think>\nhm</think>")),
+        ("  no thoughts", "", {}, 0),
+        ("<thin", "", {}, 0),
+        ("Answer </think> only.", "<think>\n\n</think>\n\n", {}, 0),
+        ("</think>", "<think>\n", {}, len("</think>")),
+        ("I think for long", "<think>\n", {"max_tokens": 7}, 7),
+        ("I think for long", "<think>\n", {"stop": "for"}, len("I think for")),
+        ("I think.</think>Answer", "<think>\n", {"n": 2}, 2 * len("I think.</think>")),
+        (f"Hm.{XML_NOW}", "<think>\n", {"tools": [NOW]}, len("Hm.<tool_call>")),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(client, scripted, says, ending, more, count):
+    set_up(scripted, says, ending=ending)
+    usage = client.chat.completions.create(model="fake", messages=ABC, **more).usage
+    assert usage.completion_tokens_details.reasoning_tokens == count
+
+
 @both
 def test_thoughts_need_not_be_shown(client, scripted, stream):
     set_up(scripted, "I think.</think>Answer", ending="<think>\n")
