@@ -12,7 +12,7 @@ from fake_engine import Scripted
 from serve_stack import Stack, Wire
 
 from offroad.text.answer import Notation
-from offroad.text.reasoning import CHANNEL, THINK
+from offroad.text.reasoning import CHANNEL, DSML_THINK, THINK
 
 ABC = [{"role": "user", "content": "abc"}]
 SEARCH = {
@@ -150,6 +150,39 @@ def test_channels(client, scripted, stream):
     set_up(scripted, "<|channel>thought\nhm\n<channel|>yes", Notation(CHANNEL, "gemma4", READS))
     said = asked(client, stream)
     assert (said.reasoning, said.content) == ("hm", "yes")
+
+
+DSML = Notation(DSML_THINK, "deepseek_v4", frozenset({"tools", "thinking", "reasoning_effort"}))
+
+
+@both
+def test_dsml(client, scripted, stream):
+    call = (
+        '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="query" string="true">a < b</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="limit" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    )
+    says = f"Hm.</think>Let me look.\n\n<｜DSML｜tool_calls>\n{call}{call}</｜DSML｜tool_calls>"
+    set_up(scripted, says, DSML, "<think>")
+    said = asked(client, stream, tools=[SEARCH, NOW], extra_body={"thinking": {"type": "enabled"}})
+    assert (said.reasoning, said.content, said.finish) == ("Hm.", "Let me look.", "tool_calls")
+    assert told(said.calls) == [CALLS[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+        ({"thinking": True, "reasoning_effort": "max"}, {"thinking": True, "reasoning_effort": "max"}),
+        ({"reasoning_effort": "none"}, {"thinking": False}),
+        ({"enable_thinking": True}, {"thinking": True}),
+        ({"chat_template_kwargs": {"thinking": True}}, {"thinking": True}),
+    ],
+)
+def test_switches_of_a_template_that_calls_them_otherwise(client, scripted, more, options):
+    set_up(scripted, "x", DSML)
+    asked(client, False, extra_body=more)
+    given = scripted.stack.service.text.options
+    assert {name: given[name] for name in given if name not in ("add", "continue")} == options
 
 
 @both
