@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass
 class RequestOutput:
-    """The result of one prompt."""
+    """The result of one prompt. `prompt_logprobs`: of each of its tokens, but None for the first."""
 
     request_id: str
     prompt: str | None
@@ -58,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
     finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,8 @@ class _Collector:
         """Adds an event; events after a stop string are dropped."""
         out, usage = self.output.outputs[event.index], self.output.usage
         self.stopped_by_text = False
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *event.prompt_logprobs]
         if out.finish_reason is not None:
             return StreamChunk(event.index, "", self.output)
         if usage.time_to_first_token is None and event.token_ids:

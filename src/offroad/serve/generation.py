@@ -165,6 +165,7 @@ class Generation:
             for i, prompt in enumerate(prompts)
         ]
         self._base = {request.id: i * n for i, request in enumerate(requests)}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.began = time.perf_counter()
         self.first: float | None = None
         self.last = self.began
@@ -204,6 +205,8 @@ class Generation:
         self._clock(choice, len(event.token_ids))
         choice.cached = max(choice.cached, event.cached)
         choice.drafts, choice.accepted_drafts = event.drafts, event.accepted_drafts
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs[choice.prompt] = event.prompt_logprobs
         if event.finish_reason not in (None, "stop", "length"):
             choice.finish_reason = event.finish_reason
             self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)

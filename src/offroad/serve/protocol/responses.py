@@ -141,6 +141,7 @@ class ResponsesRequest(Body):
         "prompt_cache_options": ({"mode": "implicit"},),
         "prompt_cache_retention": ("in_memory",),
         "top_logprobs": (0,),
+        "prompt_logprobs": (),
     }
 
     model: str | None = None
