@@ -77,7 +77,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     if isinstance(arguments, str):
-        with suppress(ValueError):  # then it is still a string, and refused below
+        with suppress(ValueError, RecursionError):  # then it is still a string, and refused below
             arguments = json.loads(arguments)
     if not isinstance(arguments, Mapping):
         found = str(function["arguments"])[:200]

@@ -327,6 +327,8 @@ def test_the_client_parses_a_format(client, scripted):
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include.0"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+        ({"tools": [NOW, NOW]}, "tools"),
         ({"tool_choice": {"type": "function", "name": "nope"}}, "tool_choice"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),

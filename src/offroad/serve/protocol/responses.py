@@ -22,6 +22,7 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
+    "tools": "tools",
 }
 _PARTS = ("input_text", "output_text")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -257,7 +258,8 @@ def named_here() -> Iterator[None]:
         field, dot, rest = (error.param or "").partition(".")
         if field not in _NAMES:
             raise
-        param = _NAMES[field] if field in ("response_format", "messages", "prompt") else _NAMES[field] + dot + rest
+        whole = field in ("response_format", "messages", "prompt")
+        param = _NAMES[field] + ("" if whole else dot + rest.replace("function.", ""))
         what = param if error.what == error.param else error.what
         more = {"found": error.found, "accepted": error.accepted, "next": error.next}
         raise type(error)(what, param=param, code=error.code, **more) from error
