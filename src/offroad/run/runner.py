@@ -90,7 +90,7 @@ class Runner:
         if self.drafting is None:
             self.arrays.capture(step.captures, before)
             return
-        turn = Turn(step, ran.rows, result().accepted, ran.states)
+        turn = Turn(step, ran.rows, result().accepted, ran.states if self.arrays.tapped else ran.hidden)
         self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
         self.drafting.propose(turn, began)
