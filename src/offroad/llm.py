@@ -14,9 +14,6 @@ from offroad.errors import RequestError
 from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
-from offroad.serve import chat as chats
-from offroad.serve.protocol.parse import validated
-from offroad.serve.protocol.structured import Structured
 from offroad.serve.text import ModelText
 from offroad.settings import Settings
 from offroad.text.answer import Reading
@@ -108,7 +105,7 @@ class LLM:
         listed = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = self._params(sampling_params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
-        guides = [self._guide(p, Reading(), {"structured_outputs": structured_outputs}) for p in params]
+        guides = [self._guide(p, {"structured_outputs": structured_outputs}) for p in params]
         return self._run(
             [self._request(ids, (), p, g) for (_, ids), p, g in zip(encoded, params, guides, strict=True)],
             [text for text, _ in encoded],
@@ -186,25 +183,34 @@ class LLM:
         """The request of a conversation, and its prompt."""
         rendered = self.template.render(messages, **(kwargs or {}), **template)
         ids, marks = encode_with_marks(self.tokenizer, rendered)
-        options = {**(kwargs or {}), **template}
-        goes_on = bool(options.get("continue_final_message"))
-        reading = Reading(*chats.begun(self.text.notation, rendered.text, goes_on))
-        thinks = next((options[name] for name in ("enable_thinking", "thinking") if name in options), None)
-        guide = self._guide(params, reading, limits, budget, thinks)
+        guide = self._guide(params, limits, budget, rendered.text, {**(kwargs or {}), **template})
         return self._request(ids, marks, params, guide), rendered.text
 
     def _guide(
         self,
         params: SamplingParams,
-        reading: Reading,
         limits: dict[str, Any],
         budget: int | None = None,
-        thinks: bool | None = None,
+        chat: str | None = None,
+        options: dict[str, Any] | None = None,
     ) -> Guide | None:
+        """What an answer is limited to, as a request to the server says it. `chat`: the prompt of a conversation, and
+        `options` the variables of its template; a completion has no thoughts."""
         given = {name: value for name, value in limits.items() if value is not None}
+        if not given and budget is None:
+            return None
+        # The server's reading of requests takes long to import, and most answers have no limits.
+        from offroad.serve.chat import begun, check_minimum, guide_of
+        from offroad.serve.protocol.parse import validated
+        from offroad.serve.protocol.structured import Structured
+
+        options, reading = options or {}, Reading()
         grammar, param = validated(given, Structured).grammar(), next(iter(given), "structured_outputs")
-        chats.check_minimum(params.min_tokens, grammar, param)
-        return chats.guide_of(self.text, reading, grammar, budget, thinks=thinks, param=param)
+        check_minimum(params.min_tokens, grammar, param)
+        if chat is not None:
+            reading = Reading(*begun(self.text.notation, chat, bool(options.get("continue_final_message"))))
+        thinks = next((options[name] for name in ("enable_thinking", "thinking") if name in options), None)
+        return guide_of(self.text, reading, grammar, budget, thinks=thinks, param=param)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
