@@ -20,6 +20,7 @@ from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
 from offroad.models.registry import Resolved
+from offroad.models.spec import AttentionSpec
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
@@ -122,6 +123,8 @@ class Engine:
         )
         self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
         self.guides = self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
+        mixers = [layer.mixer for layer in resolved.spec.layers]
+        self._shares_keys = any(isinstance(mixer, AttentionSpec) and not mixer.own_kv for mixer in mixers)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
@@ -186,6 +189,14 @@ class Engine:
                 "prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}"
             )
         request.params.check_vocab(vocab)
+        if request.params.prompt_logprobs is not None and self._shares_keys:
+            raise RequestError(
+                "prompt_logprobs is not supported for this model",
+                param="prompt_logprobs",
+                code="unsupported_field",
+                found="layers that read the keys of others, which run the last tokens of a prompt alone",
+                accepted="no prompt_logprobs, and no echo with logprobs",
+            )
         self.prepare(request)
         self.scheduler.validate(request)
 

@@ -55,7 +55,7 @@ class HybridCache:
         [h - keep, h) are, and, if rings have rows to restore, a checkpoint is. The last token always runs.
         """
         config, block = self.config, self.block
-        if not config.prefix_caching:
+        if not config.prefix_caching or seq.fresh:
             return Resume(0, 0)
         limit = (len(seq.tokens) - 1) // block
         extend_keys(seq.keys, seq.root, seq.tokens, limit, block)

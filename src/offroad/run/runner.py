@@ -20,6 +20,7 @@ from offroad.run.arrays import Arrays
 from offroad.run.bind import Bounds
 from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.guides import Guides
+from offroad.run.prompt import score_prompts
 from offroad.run.rows import Rows
 from offroad.run.transfer import Download
 from offroad.run.warm import Parts, Progress, prepare_triton, uses_triton
@@ -93,11 +94,14 @@ class Runner:
         self.arrays.settle(ran.rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
         result = self._finish(step, ran)
+        if step.scores.any():
+            scored = replace(result(), prompt=score_prompts(step, ran, self.arrays))
+            result = lambda: scored  # noqa: E731 - as the others, a result to ask for
         self.results.append(result)
         if self.drafting is None:
             self.arrays.capture(step.captures, before)
             return
-        turn = Turn(step, ran.rows, result().accepted, ran.states)
+        turn = Turn(step, ran.rows, result().accepted, ran.states if self.arrays.tapped else ran.hidden)
         self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
         self.drafting.propose(turn, began)
@@ -113,7 +117,7 @@ class Runner:
         Without drafts lengths move by what is known, so the host can go on with the next step. With drafts, for guided
         sequences, and where log-probabilities are asked, it waits here.
         """
-        wanting = step.wants.nonzero()[0]
+        wanting = step.samples.nonzero()[0]
         if not len(wanting):
             self.arrays.length[step.slot] = ran.rows.start + ran.rows.width
             return lambda: self._result(step, ran, wanting, 0, np.empty(0, np.int64))

@@ -27,10 +27,12 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of the chosen token, and the best ones as (token, logprob), best first."""
+    """Log-probability of the chosen token, and the best ones as (token, logprob), best first. `rank`: the place of the
+    chosen one among all, 1 for the best; 0: not looked for."""
 
     logprob: float
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
@@ -39,7 +41,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     A finishing eos or stop id is in `token_ids`.
 
     `cached` are the prompt tokens resumed from the prefix cache, `matched` those found there; `drafts` were looked at
-    for the sequence so far, and `accepted_drafts` of them were what the model said.
+    for the sequence so far, and `accepted_drafts` of them were what the model said. `prompt_logprobs` come with a
+    request's first event: of the prompt's tokens from the second on.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
     matched: int = 0
     drafts: int = 0
     accepted_drafts: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class SequenceState(msgspec.Struct, frozen=True, array_like=True):

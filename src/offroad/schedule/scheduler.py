@@ -18,13 +18,13 @@ from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
-from offroad.schedule.step import Kind, Step, StepResult, Want
+from offroad.schedule.step import Kind, Step, StepResult
 
 _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
-_NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
+_VERIFY, _CHUNK = int(Kind.VERIFY), int(Kind.CHUNK)
 
 
 class Scheduler:
@@ -276,7 +276,7 @@ class Scheduler:
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
         self._counts["prefill_tokens"] += sum(row.width for row in rows if row.kind == _CHUNK)
-        wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
+        wants = [row.seq.wanted(row.final or row.kind == _VERIFY, row.kind == _CHUNK) for row in rows]
         return Step(
             number=self.number,
             slot=np.array([row.seq.slot for row in rows], np.int32),
@@ -310,6 +310,8 @@ class Scheduler:
                 continue
             sampled = tokens[i][: accepted[i] if row.kind == _VERIFY else 1] if row.final or row.kind == _VERIFY else ()
             known = len(job.tokens)
+            if i in result.prompt:
+                job.score(job.committed, result.prompt[i])
             self.cache.commit(row, accepted[i], sampled)
             if not job.shared and job.committed >= self._prompt_boundary(job):
                 job.shared = True

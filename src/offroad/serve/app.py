@@ -16,7 +16,7 @@ from starlette.responses import Response
 from offroad import __version__
 from offroad.errors import OffroadError
 from offroad.execute.client import EngineClient
-from offroad.serve import admin, anthropic, openai, page, status, tokens
+from offroad.serve import admin, anthropic, openai, page, render, responses, status, tokens
 from offroad.serve.errors import (
     RETRY_SECONDS,
     json_response,
@@ -79,7 +79,7 @@ def app_of(service: Service, lifespan: Any = None) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
     )
     _add_layers(app, service)
-    for part in (openai, anthropic, tokens, admin, status):
+    for part in (openai, responses, anthropic, render, tokens, admin, status):
         app.include_router(part.routes(service))
     app.include_router(page.routes())
     app.add_exception_handler(OffroadError, on_offroad_error)

@@ -35,7 +35,7 @@ class DraftModelProposer:
         """
         rows, verify = turn.rows, turn.rows.verify
         start, slot = rows.start.astype(np.int64), rows.slot.astype(np.int64)
-        wants = turn.step.wants > 0
+        wants = turn.step.samples
         known, pending = np.zeros(len(slot), np.int64), np.zeros(len(slot), np.int64)
         known[:verify] = 1 + np.minimum(turn.moved[:verify] - 1, np.maximum(rows.width[:verify] - 2, 0))
         pending[:verify] = 1
@@ -56,7 +56,7 @@ class DraftModelProposer:
         assert self.last is not None, "a step is followed before it proposes"
         if self.limit is not None:
             counts = np.minimum(counts, np.maximum(self.limit - 1 - self.arrays.length[slots], 0))
-        place = np.cumsum(turn.step.wants > 0) - 1
+        place = np.cumsum(turn.step.samples) - 1
         picked = torch.from_numpy(place[rows_of_slots(turn, slots)]).to(self.last.device)
         chain(self.device, slots, counts, self.last[picked], self.ops["decode"].logits, self._advance)
 

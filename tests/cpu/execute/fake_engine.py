@@ -127,6 +127,10 @@ class FakeEngine:
         if request.params.logprobs is not None:
             top = [(token, -0.5), ((token + 1) % VOCAB, float("-inf"))][: request.params.logprobs]
             logprobs = [TokenLogprobs(-0.5, top)]
+        scores = None
+        if request.params.prompt_logprobs is not None and done == 1 and key[1] == 0:
+            best = [(7, -0.25), (8, -1.5)][: request.params.prompt_logprobs]
+            scores = [TokenLogprobs(-float(token), best, token) for token in request.prompt_ids[1:]]
         cached = 1 if key[1] == 0 else 2
         return TokenEvent(
             **where,
@@ -135,6 +139,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_reason=token if reason == "stop" and not stop else None,
             cached=cached if done == 1 else 0,
+            prompt_logprobs=scores,
         )
 
     def stats(self) -> Stats:

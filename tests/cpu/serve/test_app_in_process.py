@@ -89,7 +89,8 @@ REFUSED_CHAT = [
     ({"priority": False}, "priority", "unsupported_field"),
     ({"service_tier": "flex"}, "service_tier", "unsupported_field"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_field"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_request"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_request"),
     ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_field"),
     ({"max_tokns": 3}, "max_tokns", "unknown_field"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown_field"),
@@ -161,7 +162,7 @@ REFUSED_COMPLETION = [
     ({"prompt": [1, "x"]}, "prompt", "invalid_value"),
     ({"prompt": {"text": "x"}}, "prompt", "invalid_value"),
     ({"logprobs": 21}, "logprobs", "invalid_request"),
-    ({"echo": True, "logprobs": 1}, "logprobs", "invalid_request"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "logprobs", "invalid_request"),
     ({"messages": ABC}, "messages", "unknown_field"),
     ({"prompt": "x" * 500}, "max_tokens", "context_length_exceeded"),
 ]
