@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from offroad.device.profile import DeviceProfile
+from offroad.evidence.block_trials import Parts, block_trials
 from offroad.evidence.kernel_trials import Trial, trials
+from offroad.ops.block_kernels import PartsKernel
+from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.ops.plan import Plan
 from offroad.ops.spec import Bound, OpSpec, Problem, Registry, Tolerance
 
@@ -48,11 +51,24 @@ class Subject:
     kernel: str
     problem: Problem
     layout: str
+    parts: Parts = ()  # of a block
 
 
 def of_plan(plan: Plan) -> list[Subject]:
     """The kernels of a plan's cells, each once for equal problems."""
-    found = {Subject(choice.kernel, choice.problem, choice.layout): None for choice in plan.cells.values()}
+
+    def parts(cell: Cell, choice: Choice) -> Parts:
+        found = []
+        for name, _ in choice.problem.parts:
+            op, _, phase = name.partition(".")
+            places = (Cell(layer, op, phase or cell.phase) for layer in (cell.layer, MODEL, DRAFTER))
+            found.append((name, next(plan.cells[place] for place in places if place in plan.cells)))
+        return tuple(found)
+
+    found = {
+        Subject(choice.kernel, choice.problem, choice.layout, parts(cell, choice)): None
+        for cell, choice in plan.cells.items()
+    }
     return sorted(found, key=lambda subject: (subject.problem.op, subject.problem.phase, subject.kernel))
 
 
@@ -74,6 +90,7 @@ def usual_problems(dtype: str, device: DeviceProfile) -> Iterator[Problem]:
     """Heads, groups and ways of storing weights as models have them; sizes for seconds rather than minutes."""
     k, n = (1024, 1024) if device.kind == "cpu" else (5120, 4096)
     kinds = ("bf16", "affine4.x-g128", "affine4.x-g32", "affine8.x-g128", "fp8.block128x128", "fp4.nvfp4", "fp4.mxfp4")
+    kinds += ("gguf.q4_k", "gguf.q6_k")
     eight_bits = ("float8_e4m3fn",) if device.has("cvt_e4m3") else ("float8_e5m2",)
     caches = (dtype,) if device.kind == "cpu" else (dtype, *eight_bits)
     delta = {"key_heads": 4, "value_heads": 12, "key_dim": 128, "value_dim": 128, "kernel": 4}
@@ -131,7 +148,10 @@ def _results(subject: Subject, registry: Registry, device: DeviceProfile, place:
     with torch.inference_mode():
         try:
             bound: Bound | None = None
-            for trial in trials(problem, subject.layout, place):
+            tried = trials(problem, subject.layout, place)
+            if subject.parts and not isinstance(kernel, PartsKernel):
+                tried = block_trials(problem, subject.parts, registry, device, place)
+            for trial in tried:
                 bound = bound or kernel.prepare(device, problem)
                 count += 1
                 yield _result(blank, trial, bound, registry.ops[problem.op], problem.dtype)

@@ -18,8 +18,8 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import packers
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import PER_BYTE, Packed, group_of
-from offroad.quant.scheme import FLOATS, layout_of, to_dense, widen
+from offroad.quant.packed import PER_BYTE, Packed
+from offroad.quant.scheme import FLOATS, fused_group, layout_of, to_dense, widen
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows
 
 EPS = 1e-6
@@ -112,8 +112,7 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         stored = {FLOATS.get(kind, torch.float32) for kind in kinds} or {torch.float32}
         w = torch.randn(n, k, generator=random).mul_(k**-0.5).to(stored.pop() if len(stored) == 1 else torch.float32)
         return Packed("dense", n, k, {"w": w.to(make.dtype).to(make.device)}, bias=bias)
-    group = min(group_of(kind, k) if not kind.startswith("gguf") else 32 for kind in kinds)
-    group = 16 if "gguf.q6_k" in kinds else group
+    group = fused_group(kinds, k)
     columns = k // PER_BYTE[layout]
     if layout == "fp8":
         q = (torch.randn(n, columns, generator=random) * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -123,6 +122,9 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         q = q.to(torch.int8 if layout == "affine8" else torch.uint8)
     s = (torch.rand(n, -(-k // group), generator=random) + 0.5).mul_(k**-0.5 / _LARGEST[layout]).half().float()
     tensors = {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {})
+    if any("_k" in kind for kind in kinds):  # minima of their own, and a group without a scale
+        tensors["m"] = (torch.rand(s.shape, generator=random) * -15 * s).half().float()
+        s[0, 0] = 0
     tensors = {name: tensor.to(make.device) for name, tensor in tensors.items()}
     ordered = any(kind.endswith("+order") for kind in kinds)
     perm = torch.randperm(k, generator=random).to(make.device) if ordered else None
@@ -226,7 +228,7 @@ def _gated_activation(make: Maker) -> Iterator[Trial]:
         yield _plain(f"{tokens} x {make.sizes['size']:,}, {kind}", make.x(tokens, 2 * make.sizes["size"]), kind)
 
 
-def _attention_spec(make: Maker) -> AttentionSpec:
+def attention_spec(make: Maker) -> AttentionSpec:
     """The layer of an attention, a rope or an output gate, as far as the problem says."""
     sizes, op = make.sizes, make.problem.op
     dim, heads = sizes["head_dim"], sizes["heads"]
@@ -249,7 +251,7 @@ def _attention_spec(make: Maker) -> AttentionSpec:
 
 
 def _output_gate(make: Maker) -> Iterator[Trial]:
-    spec = _attention_spec(make)
+    spec = attention_spec(make)
     width = spec.heads * spec.head_dim
     for tokens in make.counts():
         x, qkv = make.x(tokens, width), make.x(tokens, spec.q_width + 2 * spec.head_dim)
@@ -257,7 +259,7 @@ def _output_gate(make: Maker) -> Iterator[Trial]:
 
 
 def _qkv_rope(make: Maker) -> Iterator[Trial]:
-    spec, length = _attention_spec(make), 4000
+    spec, length = attention_spec(make), 4000
     table = rope_table(spec.rope, length, make.device)
     width = spec.q_width + (spec.kv_heads * spec.head_dim * (1 if spec.k_eq_v else 2) if spec.own_kv else 0)
     q_norm, k_norm = (1 + make.random(spec.head_dim, seed=seed, scale=0.2) for seed in (0, 1))
@@ -273,7 +275,7 @@ def _qkv_rope(make: Maker) -> Iterator[Trial]:
         )
 
 
-def _rows(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
+def rows_of(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
     """Rows (start, width), row i in slot i + 1."""
     widths = [width for _, width in parts]
     values = (range(1, len(parts) + 1), [start for start, _ in parts], widths, np.cumsum([0, *widths[:-1]]))
@@ -285,7 +287,7 @@ def _rows(make: Maker, parts: tuple[tuple[int, int], ...]) -> Rows:
     return Rows(torch.zeros_like(positions), positions, *arrays, *tensors, verify, nothing, np.zeros_like(arrays[2]))
 
 
-def _pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...]) -> PagedView:
+def pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...]) -> PagedView:
     """Pages that hold every row of the slots, in a shuffled order."""
     block, kind = make.sizes["block"], getattr(torch, make.problem.kv_dtype or make.problem.dtype)
     columns = max(-(-(start + width) // block) for start, width in parts)
@@ -299,14 +301,14 @@ def _pages(make: Maker, spec: AttentionSpec, parts: tuple[tuple[int, int], ...])
 
 
 def _attention(make: Maker) -> Iterator[Trial]:
-    spec = _attention_spec(make)
+    spec = attention_spec(make)
     small = make.device.type == "cpu"
     steps = (((90, 40), (0, 30)),) if make.problem.phase == "prefill" else (((300, 1), (0, 1), (64, 3)),)
     if not small:
         steps += (((1500, 300),),) if make.problem.phase == "prefill" else (((4095, 1),),)
     least = FIRST if make.has("first") else 0  # a query below sees nothing
     for parts in (tuple((max(start, least), width) for start, width in step) for step in steps):
-        tokens, rows, view = sum(width for _, width in parts), _rows(make, parts), _pages(make, spec, parts)
+        tokens, rows, view = sum(width for _, width in parts), rows_of(make, parts), pages(make, spec, parts)
         q = make.x(tokens, spec.heads, spec.head_dim)
         kv = make.x(tokens, 2 * spec.kv_heads, spec.head_dim)
         k, v = kv.split(spec.kv_heads, dim=1) if spec.own_kv else (None, None)
@@ -354,7 +356,7 @@ def _gated_delta(make: Maker) -> Iterator[Trial]:
     )
     wide = ((37, 90), (0, 70)) if make.device.type == "cpu" else ((37, 300), (0, 200))
     for parts in (wide,) if make.problem.phase == "prefill" else (((37, 1), (0, 1)), ((5, 3), (64, 2), (0, 3))):
-        tokens, rows = sum(width for _, width in parts), _rows(make, parts)
+        tokens, rows = sum(width for _, width in parts), rows_of(make, parts)
         qkvz, ba = make.x(tokens, spec.channels + spec.value_width), make.x(tokens, 2 * spec.value_heads)
         conv, state = _states(make, spec, len(parts) + 1)
         if isinstance(state, ReplayView):  # as after a step that ended where this one begins

@@ -63,11 +63,12 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     """The op `gated_delta`: verify rows token after token, chunks in parts of PART."""
     key_dim, value_dim = problem.size("key_dim"), problem.size("value_dim")
     made = source(key_dim, value_dim, problem.size("kernel"))
-    convolve, rule = launch.load(made, "convolve", ARGS), launch.load(made, "rule", ARGS)
+    convolve, rule = launch.load(made, "convolve", ARGS, shares=False), launch.load(made, "rule", ARGS)
     in_parts = problem.phase == "prefill" and takes_parts(key_dim, value_dim)
     if in_parts:
         chunked, slices = chunk_source(key_dim, value_dim), -(-value_dim // slice_of(value_dim))
-        chunk, gated_norm = (launch.load(chunked, name, ARGS) for name in ("chunk", "gated_norm"))
+        chunk = launch.load(chunked, "chunk", ARGS)
+        gated_norm = launch.load(chunked, "gated_norm", ARGS, shares=False)
 
     def gated_delta(
         qkvz: torch.Tensor,

@@ -44,12 +44,14 @@ class Function:
         dependent: bool = False,
         shared: int | None = None,
     ) -> None:
-        """Starts the kernel on torch's current stream.
+        """Starts the kernel on torch's current stream; an empty grid has nothing to do.
 
         `dependent`: before the kernel before is complete, which it waits for itself (compute capability 9.0 and later);
         `shared`: bytes of shared memory, if fewer than the source's. Raises LaunchError with the driver's name of the
         failure.
         """
+        if 0 in grid:
+            return
         from cuda.bindings import driver
 
         shared = self.shared if shared is None else shared
@@ -74,10 +76,11 @@ class Function:
             raise LaunchError(f"kernel {self.name}", found=f"{status.name} for grid {grid}, {threads} threads")
 
 
-def load(source: Source, name: str, layout: str) -> Function:
+def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
     """The kernel `name` of a source, for torch's current device; compiled and loaded once. `layout` is that of its
-    argument struct, as in `struct`. Raises KernelCompileError and LaunchError."""
-    return _load(source, name, layout, torch.cuda.current_device())
+    argument struct, as in `struct`; `shares`: it uses the source's shared memory, which else would keep blocks off an
+    SM. Raises KernelCompileError and LaunchError."""
+    return _load(source, name, layout, shares, torch.cuda.current_device())
 
 
 def ahead(source: Source, name: str, layout: str) -> None:
@@ -87,16 +90,16 @@ def ahead(source: Source, name: str, layout: str) -> None:
 
 
 @cache
-def _load(source: Source, name: str, layout: str, device: int) -> Function:
+def _load(source: Source, name: str, layout: str, shares: bool, device: int) -> Function:
     from cuda.bindings import driver
 
     module = _module(source, device)
     handle = _checked(driver.cuModuleGetFunction(module, name.encode()), source)
-    if source.shared > STATIC_SHARED:
+    if shares and source.shared > STATIC_SHARED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(handle, attribute, source.shared), source)
     dependent = torch.cuda.get_device_capability(device) >= DEPENDENT
-    return Function(name, struct.Struct(layout), source.shared, handle, dependent)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, handle, dependent)
 
 
 @cache

@@ -13,8 +13,7 @@ from offroad.nvrtc.kernel import VOLTA, CudaKernel
 from offroad.nvrtc.launch import LaunchError
 from offroad.nvrtc.pack import CHUNK, COLUMNS, KINDS, LAYOUT, NUMBERS, LaneTiles, unfit
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import group_of
-from offroad.quant.scheme import layout_of
+from offroad.quant.scheme import fused_group, layout_of
 
 ARGS = "@10Pq6ifi"  # `Args` of the kernel
 TILES = (1, 2, 4, 8)  # row tiles of a block; a warp has all of them, more rows make more blocks
@@ -27,7 +26,7 @@ SORTED = 2  # rows an expert, on average, from which on chunks are sorted by exp
 def source(kind: str, tiles: int, scales: int = 1) -> Source:
     """For weights of `kind` (`q4`, ..), 8 * `tiles` tokens a block, and `scales` scales in a lane's 16 bytes."""
     step = step_of(kind, tiles)
-    shared = max(2 * 8 * tiles * (8 // tiles * step + 8), 4 * 8 * 8 * tiles * 32 if tiles < 8 else 0)
+    shared = max(2 * 8 * tiles * (8 // tiles * step + 8), 4 * 8 * 8 * tiles * 32 if tiles < 8 else 0) + 32 * tiles
     defines = {"KIND": NUMBERS[kind], "TILES_M": tiles, "WARPS_N": tiles, "SCALES": scales, "STEP": step}
     blocks = 1 if (kind, tiles) == ("q8", 8) else 2  # for two it would spill
     return Source("linear.cu", (*defines.items(), ("MIN_BLOCKS", blocks)), shared)
@@ -121,7 +120,7 @@ class _Linears:
 
 def _linears(device: DeviceProfile, problem: Problem, sizes: tuple[int, ...]) -> _Linears:
     kind = KINDS[layout_of(problem.stored)]
-    group = min(group_of(stored, problem.size("k")) for stored in problem.stored)
+    group = fused_group(problem.stored, problem.size("k"))
     scales = CHUNK[kind] // 16 if group == 16 else 1
     kernels = {tiles: launch.load(source(kind, tiles, scales), "linear", ARGS) for tiles in sizes}
     return _Linears(kind, scales, device.units, kernels)
@@ -140,7 +139,8 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
         if many is not None and x.shape[0] >= workspace.CROSSOVER:
             return many.linear(x, weight)
         out = torch.empty((x.shape[0], weight.n), dtype=x.dtype, device=x.device)
-        linears.run(x, weight, out, None)
+        if len(x):  # none: a chunk that wants nothing, in layers that store nothing
+            linears.run(x, weight, out)
         return out
 
     return linear
@@ -156,6 +156,8 @@ def bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
         x = _usable(x.flatten(0, 1) if x.ndim == 3 else x)
         _check(x, weight, linears)
         n = weight.n // count
+        if not len(x):
+            return x.new_empty((*experts.shape, n))
         if n % COLUMNS or experts.dtype != torch.int64 or experts.numel() % x.shape[0]:
             found = f"{count} x {n} rows, {experts.dtype} {tuple(experts.shape)} for {x.shape[0]} rows of x"
             raise LaunchError("grouped_linear", found=found, accepted=f"experts of a multiple of {COLUMNS} rows, int64")
@@ -209,10 +211,8 @@ def limits(problem: Problem) -> str | None:
         return f"is for packed weights ({', '.join(KINDS)}); this one is {layout}"
     if any(kind.endswith("+order") for kind in problem.stored):
         return "needs groups of neighbouring columns; the weight's stand apart (actorder)"
-    groups = {group_of(kind, k) for kind in problem.stored}
-    if len(groups) > 1:
-        return f"needs one size of groups; the parts have {sorted(groups)}"
-    return unfit(layout, k, groups.pop())
+    group = fused_group(problem.stored, k)
+    return unfit(layout, k, group) if group else "needs groups that divide k where those of parts differ"
 
 
 def grouped_limits(problem: Problem) -> str | None:

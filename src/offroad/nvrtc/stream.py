@@ -168,6 +168,12 @@ def _limits(layout: str) -> Callable[[Problem], str | None]:
     return limits
 
 
+def _workspace(problem: Problem) -> int:
+    """Sums of slices, at most."""
+    slices = min(MOST_SLICES, -(-problem.size("k") // BLOCK_K) // WARPS)
+    return 4 * MOST * problem.size("n") * slices
+
+
 def _kernel(layout: str, name: str) -> CudaKernel:
     return CudaKernel(
         name,
@@ -178,6 +184,7 @@ def _kernel(layout: str, name: str) -> CudaKernel:
         frozenset({"bias"}),
         layout=layout,
         cost=0.9,
+        workspace=_workspace,
         oldest=(8, 0),
         dtypes=frozenset({"bfloat16", "float16"}),
         reason="few tokens: CUDA C++, weights stream through registers; more: the Triton kernel",

@@ -15,7 +15,8 @@ CHUNK = 512  # tokens of a prefill chunk, over as many older ones as CONTEXT
 @dataclass(frozen=True)
 class Variant:
     """A kernel of a source. `launch` says what the figures are for: bytes from and to memory, and operations (two a
-    multiply-add). `tensor`: its SASS must have tensor-core instructions."""
+    multiply-add). `tensor`: its SASS must have tensor-core instructions; `shares`: it uses the source's shared
+    memory."""
 
     source: Source
     kernel: str
@@ -23,6 +24,11 @@ class Variant:
     bytes: int
     operations: int
     tensor: bool = False
+    shares: bool = True
+
+    @property
+    def shared(self) -> int:
+        return self.source.shared if self.shares else 0
 
     @property
     def label(self) -> str:
@@ -98,7 +104,8 @@ def _delta() -> Iterator[Variant]:
     """Qwen3.5's heads, and small ones that models for tests have."""
     for heads, dim, channels in ((48, 128, 10_240), (8, 16, 256)):
         made = delta.source(dim, dim, 4)
-        yield Variant(made, "convolve", f"1 token, {channels} channels", channels * (2 * 5 + 16), 8 * channels)
+        taps = channels * (2 * 5 + 16)
+        yield Variant(made, "convolve", f"1 token, {channels} channels", taps, 8 * channels, shares=False)
         state = heads * dim * dim
         yield Variant(made, "rule", f"1 token, {heads} heads", 2 * 4 * state, 7 * state)
         chunk, part, width = delta.chunk_source(dim, dim), delta.PART, heads * dim
@@ -107,7 +114,9 @@ def _delta() -> Iterator[Variant]:
         each = 2 * part * (2 * part * dim + delta.slice_of(dim) * (3 * dim + 2 * part))
         moved = CHUNK * (channels * 2 + width * 2) + 2 * 4 * state
         yield Variant(chunk, "chunk", f"{CHUNK} tokens, {heads} heads", moved, CHUNK // part * blocks * each, True)
-        yield Variant(chunk, "gated_norm", f"{CHUNK} tokens, {heads} heads", CHUNK * width * 6, CHUNK * width * 8)
+        yield Variant(
+            chunk, "gated_norm", f"{CHUNK} tokens, {heads} heads", CHUNK * width * 6, CHUNK * width * 8, shares=False
+        )
 
 
 def _rows() -> Iterator[Variant]:

@@ -216,14 +216,15 @@ def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: s
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
+    fused = layout_of(tuple(header.kind for header in stored)) if stored else ""
     whole = sum(prod(h.shape) for h in stored)
     share = linear.n * linear.k / max(1, whole)
-    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1]) for h in stored) * share)
+    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1], fused) for h in stored) * share)
 
 
-def _width(kind: str, layout: str, k: int) -> float:
+def _width(kind: str, layout: str, k: int, fused: str = "") -> float:
     """Bytes that a weight stored as `kind` takes in memory: its code, and its share of fp32 scales (and minima). CPU
-    kernels widen what they cannot read."""
+    kernels widen what they cannot read. `fused`: the canonical layout of all parts, if there are others."""
     family, own = kind.partition(".")[0], layout.startswith("cpu.")
     if family in ITEMSIZE_OF_KIND:
         return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
@@ -232,7 +233,7 @@ def _width(kind: str, layout: str, k: int) -> float:
         scales = 1 if "nvfp4" in kind else {"fp8": 4, "fp4": 2, "gguf": 8}.get(family, 4)
         return (0.5 if layout == "triton.w4" else 1.0) + scales / group
     if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
-        four_bits = layout_of((kind,)) in ("affine4", "fp4")
+        four_bits = (fused or layout_of((kind,))) in ("affine4", "fp4")
         return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group

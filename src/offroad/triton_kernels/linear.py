@@ -48,12 +48,6 @@ def limits_of(layout: str) -> Callable[[Problem], str | None]:
     return limits
 
 
-def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
-    if not problem.invariant:
-        return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
-    return _limits("dense")(device, problem)
-
-
 def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
     limits = limits_of(layout)
     return lambda device, problem: limits(problem)
@@ -65,13 +59,9 @@ def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(run, on=card_of(device), invariant=problem.invariant)
 
 
-def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.triton_kernels.linear_run import card_of, dense
-
-    return partial(dense, on=card_of(device))
-
-
 def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    if problem.dtype == "float32" and not problem.invariant:
+        return "multiplies bf16 and fp16; float32 only with --batch-invariant"
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense weights; stored: {packed[0]}" if packed else None
 
@@ -124,14 +114,14 @@ def register(registry: Registry) -> None:
         )
     registry.add(
         TritonKernel(
-            "triton.linear_invariant",
+            "triton.linear_dense",
             "linear",
             _bind_linear,
-            _only_invariant,
+            _dense_limits,
             _shared("dense"),
             features=frozenset({"bias"}),
             layout="dense",
-            reason="Triton kernel of one tile: --batch-invariant",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM; all by one tile with --batch-invariant",
             workspace=workspace,
         )
     )
@@ -151,18 +141,3 @@ def register(registry: Registry) -> None:
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
-    registry.add(
-        TritonKernel(
-            "triton.linear_dense",
-            "linear",
-            _bind_dense,
-            _dense_limits,
-            _shared("dense"),
-            features=frozenset({"bias"}),
-            dtypes=frozenset({"bfloat16", "float16"}),
-            layout="dense",
-            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
-            invariant=False,
-            workspace=lambda device, problem: split_bytes(device.units),
-        )
-    )

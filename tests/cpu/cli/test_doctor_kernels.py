@@ -32,7 +32,7 @@ def test_a_model_s_kernels(offroad, tmp_path: Path, monkeypatch):
     tried = [result for result in facts["results"] if result["passed"] is not None]
     assert {result["kernel"] for result in tried} >= {"cpu.linear", "cpu.attention", "cpu.norm", "cpu.qkv_rope"}
     assert all(result["repeats"] and result["error"] <= 1 and result["milliseconds"] > 0 for result in tried)
-    assert {r["op"] for r in facts["results"] if r["passed"] is None} == {"attention_block", "mlp_block"}
+    assert {result["kernel"] for result in tried} >= {"cpu.attention_block", "cpu.mlp_block"}
 
     kernels = default_registry().kernels
     prepare = type(kernels["cpu.norm"]).prepare
@@ -47,6 +47,22 @@ def test_a_model_s_kernels(offroad, tmp_path: Path, monkeypatch):
     assert "FAIL cpu.norm" in out
     assert "times what is allowed" in out
     assert "FAIL cpu.linear" not in out
+
+
+def test_a_block_that_is_not_its_parts(offroad, tmp_path: Path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    kernel = default_registry().kernels["cpu.mlp_block"]
+    prepare = type(kernel).prepare
+
+    def wrong(kernel, device, problem):
+        bound = prepare(kernel, device, problem)
+        return (lambda x, *rest: bound(2 * x, *rest)) if kernel.name == "cpu.mlp_block" else bound
+
+    monkeypatch.setattr(type(kernel), "prepare", wrong)
+    code, out, _ = offroad("doctor", "--kernels", str(tmp_path / "config.json"), "--device", "cpu")
+    assert code == 1
+    assert "FAIL cpu.mlp_block" in out
+    assert "FAIL cpu.attention_block" not in out
 
 
 def test_wrong_words(offroad):

@@ -67,6 +67,8 @@ class Function:
         dependent: bool = False,
         shared: int | None = None,
     ) -> None:
+        if 0 in grid:
+            return
         assert min(grid) > 0, grid
         assert max(grid[1:]) < 65_536, grid
         assert 0 < threads <= 1024
@@ -79,9 +81,9 @@ class Function:
         )
 
 
-def load(source: Source, name: str, layout: str) -> Function:
+def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
     """As `offroad.nvrtc.launch.load`; compiles when the function is first launched."""
-    return Function(name, struct.Struct(layout), source.shared, source)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, source)
 
 
 @cache

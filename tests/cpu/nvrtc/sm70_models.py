@@ -49,6 +49,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=16, final_logit_softcapping=30.0,
         hidden_size_per_layer_input=0, tie_word_embeddings=True,
     ),
+    "gemma4_e": _COMMON
+    | dict(
+        architectures=["Gemma4ForCausalLM"], model_type="gemma4_text", num_hidden_layers=10, global_head_dim=64,
+        sliding_window=16, final_logit_softcapping=30.0, tie_word_embeddings=True, num_kv_shared_layers=5,
+        use_double_wide_mlp=True, hidden_size_per_layer_input=32, vocab_size_per_layer_input=300,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 2,
+    ),
 }  # fmt: skip
 PROMPT = [5, 81, 130, 7, 7, 299, 44, 201, 63, 12, 90, 17, 250, 33, 8, 101, 77, 3, 160, 29, 211, 54, 6]
 # Of log-probabilities, whose standard deviation is 1: that of activations in fp16, through a few layers. A token whose

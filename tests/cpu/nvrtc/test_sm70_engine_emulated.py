@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sm70_emulated import load, needs_compiler
-from sm70_models import CONFIGS, PROMPT, compare, engine_of
+from sm70_models import CONFIGS, PROMPT, answers, compare, engine_of
 
 from offroad import engine as engine_module
 from offroad.device import probe
@@ -34,8 +34,11 @@ def has(monkeypatch: pytest.MonkeyPatch, host: DeviceProfile) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "gemma4"])
-def test_models_by_a_v100_s_plan_as_the_cpu_reference(family: str, monkeypatch):
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_by_a_v100_s_plan_as_the_cpu_reference(family: str, request, monkeypatch):
+    """With --thorough all of them; else the one with the most kinds of kernels."""
+    if family != "qwen3_5_moe" and not request.config.getoption("--thorough"):
+        pytest.skip("only with --thorough")
     reference = engine_of(CONFIGS[family], "cpu", kernel=["linear=torch.reference_linear"])
     has(monkeypatch, H100)
     monkeypatch.setattr(launch, "load", load)
@@ -44,7 +47,9 @@ def test_models_by_a_v100_s_plan_as_the_cpu_reference(family: str, monkeypatch):
     kernels = engine.plan.kernels()
     assert {"cuda.sm70_attention", "cuda.sm70_linear"} <= set(kernels)
     assert not [name for name in kernels if name.startswith("triton.") or "reference" in name]
-    compare(engine, reference, [PROMPT, PROMPT[3:9]], 4)
+    compare(engine, reference, [PROMPT, PROMPT[3:9]], 3)
+    long = [*PROMPT, *PROMPT, *PROMPT]  # of which the first chunk wants nothing
+    assert answers(engine, [long], 2) == answers(reference, [long], 2)
 
 
 def test_who_stands_in_is_said(monkeypatch):

@@ -16,6 +16,7 @@ from offroad.errors import PlanError
 from offroad.nvrtc import launch, linear, workspace
 from offroad.nvrtc.pack import LAYOUT, pack, unfit, unpack
 from offroad.ops.linear import TOLERANCE
+from offroad.ops.spec import Problem
 from offroad.quant.packed import dequantise
 
 V100 = load_profile("v100-32gb")
@@ -44,6 +45,37 @@ def test_packing_keeps_weights(layout: str, n: int, group: int, units: int, size
     largest = float(scaled["s"].max())  # w is the difference of numbers up to 16 times that, in fp32
     limit = 2.0**-10 * (wanted.abs() + (0 if whole else 1) * 16 * largest) + 2.0**-22 * 256 * largest
     assert ((found - wanted).abs() <= limit).all()
+
+
+@pytest.mark.parametrize(("layout", "group"), [("affine4", 32), ("affine8", 16), ("affine8", 32)])
+def test_groups_of_one_number_keep_it(layout: str, group: int):
+    """GGUF's K-quants: minima of their own, also where the scale is 0, or so small that fp16 has no zero for it."""
+    given_weight = weight(Case(layout, 40, 128, group, 1, whole=False))
+    s, m = given_weight.tensors["s"].clone(), given_weight.tensors["m"]
+    s[3, 1], s[7, 0], s[8, 2] = 0, m.abs()[7, 0] / 1e6, m.abs()[8, 2] / 2e4
+    s[9], m[9] = 0, 0
+    given_weight = replace(given_weight, tensors=given_weight.tensors | {"s": s})
+    wanted, found = dequantise(given_weight), unpack(pack(given_weight))
+    limit = 2.0**-9 * (wanted.abs() + m.abs().repeat_interleave(group, dim=1)) + 1e-7
+    assert ((found - wanted).abs() <= limit).all()
+    assert not found[9].any()
+
+
+@pytest.mark.parametrize(
+    ("stored", "k", "taken"),
+    [
+        (("gguf.q4_k",), 256, True),
+        (("gguf.q4_k", "gguf.q6_k"), 256, True),
+        (("gguf.q5_0", "gguf.q8_0"), 96, True),
+        (("gguf.q6_k",), 256, True),
+        (("affine4.x-g128", "affine4.x-g32"), 256, True),
+        (("affine4.x-g128", "affine4.x-g32"), 160, False),
+        (("gguf.q4_0", "bf16"), 256, False),
+    ],
+)
+def test_parts_stored_in_other_ways(stored: tuple[str, ...], k: int, taken: bool):
+    problem = Problem("linear", "decode", "float16", sizes=(("k", k), ("n", 64)), stored=stored)
+    assert (linear.limits(problem) is None) == taken
 
 
 def test_what_cannot_be_packed_is_refused():
@@ -102,6 +134,19 @@ def test_experts(by_choice: bool, monkeypatch):
     torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
     with pytest.raises(launch.LaunchError, match="multiple of 32"):
         linear.bind_grouped(V100, problem)(x, experts, pack(weight(case)), 2)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_no_tokens_need_no_launch(phase: str, monkeypatch):
+    """A chunk that wants nothing, in layers that store nothing."""
+    monkeypatch.setattr(launch, "load", load)
+    case = Case("affine4", 4 * 32, 512, 64, 1)
+    problem, x, packed = replace(case.problem, phase=phase), tokens(case)[:0], pack(weight(case))
+    assert linear.bind(V100, problem)(x, packed).shape == (0, 128)
+    problem = replace(problem, op="grouped_linear", sizes=(("experts", 4), ("k", 512), ("n", 128)))
+    experts = torch.zeros(0, 2, dtype=torch.int64)
+    assert linear.bind_grouped(V100, problem)(x, experts, packed, 4).shape == (0, 2, 32)
+    assert linear.bind_grouped(V100, problem)(x.new_empty(0, 2, 512), experts, packed, 4).shape == (0, 2, 32)
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.sampled_from(linear.TILES))

@@ -13,7 +13,8 @@ constexpr int MT = TILES_M, M = 8 * MT, WN = WARPS_N, WK = 8 / WN, THREADS = 256
 constexpr int CHUNKS = STEP / CHUNK, ROW = WK * STEP, PITCH = ROW + 8;
 constexpr int X_LOADS = M * ROW / 8 / THREADS;
 constexpr int X_BYTES = 2 * M * PITCH, SUM_BYTES = WK > 1 ? 4 * 8 * M * 32 : 0;
-static_assert((X_BYTES > SUM_BYTES ? X_BYTES : SUM_BYTES) == SHARED_BYTES, "what Python reserves");
+constexpr int ROWS_AT = X_BYTES > SUM_BYTES ? X_BYTES : SUM_BYTES;
+static_assert(ROWS_AT + 4 * M == SHARED_BYTES, "what Python reserves");
 static_assert(M * ROW / 8 % THREADS == 0 && STEP % CHUNK == 0, "whole loads");
 
 struct Args {
@@ -35,15 +36,19 @@ struct Args {
 
 extern __shared__ __align__(16) unsigned char shared[];
 
-// The row of the output that row `r` of the block is.
-__device__ __forceinline__ int token_of(const Args& p, int r) {
-    if (p.experts) return r == 0 ? blockIdx.y : p.tokens;
-    if (p.parts) {
-        const int begin = __ldg(p.parts + 3 * blockIdx.y + 1), count = __ldg(p.parts + 3 * blockIdx.y + 2);
-        return r < count ? (int)__ldg(p.order + begin + r) : p.tokens;
+// Which rows of the output the block has; those that are none are `tokens`.
+__device__ __forceinline__ void find_rows(const Args& p) {
+    const int r = threadIdx.x;
+    if (r < M) {
+        int row = blockIdx.y * M + r;
+        if (p.experts) row = r == 0 ? blockIdx.y : p.tokens;
+        if (p.parts) row = r < p.parts[3 * blockIdx.y + 2] ? (int)p.order[p.parts[3 * blockIdx.y + 1] + r] : p.tokens;
+        reinterpret_cast<int*>(shared + ROWS_AT)[r] = row;
     }
-    return blockIdx.y * M + r;
+    __syncthreads();
 }
+
+__device__ __forceinline__ int token_of(int r) { return reinterpret_cast<const int*>(shared + ROWS_AT)[r]; }
 
 // What numbers of columns are counted from: the tile of the block's expert, or 0.
 __device__ __forceinline__ int first_tile(const Args& p) {
@@ -72,7 +77,7 @@ __device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int
     }
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-        const int index = i * THREADS + threadIdx.x, token = token_of(p, index / (ROW / 8));
+        const int index = i * THREADS + threadIdx.x, token = token_of(index / (ROW / 8));
         const int k = step * ROW + index % (ROW / 8) * 8;
         const bool there = token < p.tokens && k < p.k;
         stage.x[i] = there ? *reinterpret_cast<const uint4*>(p.x + token / p.share * p.x_row + k) : make_uint4(0, 0, 0, 0);
@@ -121,7 +126,7 @@ __device__ __forceinline__ void finish(const Args& p, int token, int column, flo
 
 // A number of the block's tile: the output, or a part of it.
 __device__ __forceinline__ void keep(const Args& p, int row, int column, float sum) {
-    const int token = token_of(p, row);
+    const int token = token_of(row);
     if (token >= p.tokens || column >= p.n) return;
     if (p.splits == 1) finish(p, token, column, sum);
     else p.partial[((i64)blockIdx.z * p.tokens + token) * p.n + column] = sum;
@@ -138,7 +143,7 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (!*last) return;
     __threadfence();
     for (int index = threadIdx.x; index < M * WN * 32; index += THREADS) {
-        const int token = token_of(p, index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
+        const int token = token_of(index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
         if (token >= p.tokens || column >= p.n) continue;
         float sum = 0.f;
         for (int split = 0; split < p.splits; split++)
@@ -152,6 +157,7 @@ __device__ __forceinline__ void add_splits(const Args& p) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear(const Args p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / WN, tile = blockIdx.x * WN + warp % WN;
     if (p.parts && p.parts[3 * blockIdx.y + 2] == 0) return;  // more blocks than there are parts
+    find_rows(p);
     const int base = first_tile(p);
     const int steps = (p.k + ROW - 1) / ROW, each = ceil_div(steps, p.splits);
     const int begin = blockIdx.z * each, end = min(steps, begin + each);
