@@ -82,7 +82,7 @@ def test_dense_linears(n: int, k: int, dtype: str):
     weight = Packed("dense", n, k, {"w": (torch.randn(n, k, device="cuda") / k**0.5).to(kind)})
     x = torch.randn(300, k, device="cuda").to(kind)
     problem = Problem("linear", "decode", dtype, sizes=(("k", k), ("n", n)), stored=("bf16",), invariant=True)
-    run = default_registry().kernels["triton.linear_dense"].prepare(probe("auto"), problem)
+    run = default_registry().kernels["triton.linear_invariant"].prepare(probe("auto"), problem)
     alone = run(x[:1], weight)
     for rows in (2, 8, 16, 17, 64, 65, 300):
         for place in (0, rows - 1):

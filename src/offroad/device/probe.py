@@ -258,8 +258,6 @@ def toolchain(**more: str | None) -> tuple[tuple[str, str], ...]:
     there."""
     found: dict[str, str | None] = {name: package_version(name) for name in ("torch", "triton")}
     found["nvrtc"] = package_version("nvidia-cuda-nvrtc-cu12")
-    if found["nvrtc"] or package_version("nvidia-cuda-nvrtc"):  # of CUDA 12 or 13: what torch came with
-        found["cuda-cxx"] = package_version("cuda-bindings")
     compiler = find_compiler()
     found["cc"] = compiler.version if compiler else None
     return tuple(sorted((name, value) for name, value in (found | more).items() if value))

@@ -193,10 +193,13 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor, limit: Tolerance) -> float:
     """The largest difference over what is allowed there; infinite for numbers that are not finite, or another shape."""
     if ours.shape != theirs.shape:
         return float("inf")
-    ours, theirs = ours.float(), theirs.float()
     if not ours.numel():
         return 0.0
-    apart = (ours - theirs).abs() / (limit.absolute + limit.relative * theirs.abs()).clamp(min=1e-30)
+    step = 1e-30  # or of the numbers next to 0, which are too coarse for a relative limit
+    if ours.is_floating_point():
+        step = torch.finfo(ours.dtype).smallest_normal * torch.finfo(ours.dtype).eps
+    ours, theirs = ours.float(), theirs.float()
+    apart = (ours - theirs).abs() / (limit.absolute + limit.relative * theirs.abs() + step)
     worst = float(apart.max())
     return worst if worst == worst and bool(torch.isfinite(ours).all()) else float("inf")
 

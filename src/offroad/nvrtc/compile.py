@@ -36,7 +36,6 @@ class Source:
     file: str
     defines: tuple[tuple[str, int], ...] = ()
     shared: int = 0
-    headers: bool = True  # CUDA's own are included
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -124,7 +123,7 @@ def compile_source(source: Source, target: str) -> Image:
 
     text = (FOLDER / "kernels" / source.file).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.file.encode(), 0, [], []), source)
-    includes = [f"-I{folder}" for folder in (FOLDER / "include", *(include_folders() if source.headers else ()))]
+    includes = [f"-I{folder}" for folder in (FOLDER / "include", *include_folders())]
     options = [o.encode() for o in (f"--gpu-architecture={target}", *OPTIONS, *source.options, *includes)]
     result = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), source)

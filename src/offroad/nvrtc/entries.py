@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from offroad.nvrtc import attention, delta, linear, rows, stream
+from offroad.nvrtc import attention, delta, linear, rows
 from offroad.ops.spec import Registry
 
-KERNELS = (*attention.KERNELS, *linear.KERNELS, *delta.KERNELS, *rows.KERNELS, *stream.KERNELS)
+KERNELS = (*attention.KERNELS, *linear.KERNELS, *delta.KERNELS, *rows.KERNELS)
 
 
 def register(registry: Registry) -> None:

@@ -34,18 +34,17 @@ class CudaKernel:
     reference: bool = False
     workspace: Callable[[Problem], int] = lambda problem: 0
     capturable: bool = True  # lengths are read on the device, grids depend on a step's shape
-    oldest: tuple[int, int] | None = None  # compute capability from which on it is for all, in place of `capabilities`
-    dtypes: frozenset[str] = frozenset({"float16"})
-    reason: str = "CUDA C++ kernel, compiled by NVRTC"
-    kept: Callable[[DeviceProfile, Problem], int] = lambda device, problem: 0
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":
             return refuse(f"runs on CUDA devices; device: {device.kind}")
-        if reason := self._wrong_device(device):
-            return refuse(reason)
-        if problem.dtype not in self.dtypes:
-            return refuse(f"needs activations in {' or '.join(sorted(self.dtypes))}; asked: {problem.dtype}")
+        if device.compute_capability not in self.capabilities:
+            known = ", ".join(f"{major}.{minor}" for major, minor in sorted(self.capabilities))
+            return refuse(f"is for compute capability {known}; device: {device.name}")
+        if device.source == "probe" and device.tool("nvrtc") is None:
+            return refuse("needs NVRTC 12, which is not installed: pip install 'offroad[sm70]'")
+        if problem.dtype != "float16":
+            return refuse(f"needs activations in float16; asked: {problem.dtype}")
         if lacks := sorted(problem.features - self.features):
             return refuse(f"has no {', '.join(lacks)}")
         if reason := self.limits(problem):
@@ -53,22 +52,8 @@ class CudaKernel:
         needed, there = self.shared(problem), device.shared_per_block
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
-        memory = self.kept(device, problem), self.workspace(problem)
-        return Verdict(True, self.reason, self.cost, self.layout, *memory)
-
-    def _wrong_device(self, device: DeviceProfile) -> str | None:
-        has = device.compute_capability or (0, 0)
-        if self.oldest is not None:
-            if has < self.oldest:
-                return f"needs compute capability {self.oldest[0]}.{self.oldest[1]}; device: {device.name}"
-            if device.source == "probe" and (device.tool("cuda-cxx") is None or device.tool("triton") is None):
-                return "needs NVRTC, cuda-bindings and Triton, which are not all installed: pip install cuda-bindings"
-        elif has not in self.capabilities:
-            known = ", ".join(f"{major}.{minor}" for major, minor in sorted(self.capabilities))
-            return f"is for compute capability {known}; device: {device.name}"
-        elif device.source == "probe" and device.tool("nvrtc") is None:
-            return "needs NVRTC 12, which is not installed: pip install 'offroad[sm70]'"
-        return None
+        reason = "CUDA C++ kernel, compiled by NVRTC"
+        return Verdict(True, reason, self.cost, self.layout, temporary=self.workspace(problem))
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.bind(device, problem)

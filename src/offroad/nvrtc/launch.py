@@ -19,7 +19,6 @@ from offroad.nvrtc.compile import PTX, Source, compiled
 
 STATIC_SHARED = 49_152  # bytes a block may take without asking for more
 NATIVE = ((7, 0), (7, 5))  # compute capabilities that get a cubin; others the driver's translation of PTX
-DEPENDENT = (9, 0)  # from here on kernels can start before the one before is complete
 
 
 class LaunchError(OffroadError):
@@ -34,44 +33,20 @@ class Function:
     layout: struct.Struct
     shared: int
     handle: Any
-    dependent: bool = False
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        *values: float,
-        dependent: bool = False,
-        shared: int | None = None,
-    ) -> None:
-        """Starts the kernel on torch's current stream; an empty grid has nothing to do.
-
-        `dependent`: before the kernel before is complete, which it waits for itself (compute capability 9.0 and later);
-        `shared`: bytes of shared memory, if fewer than the source's. Raises LaunchError with the driver's name of the
-        failure.
-        """
+    def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
+        """Starts the kernel on torch's current stream; an empty grid has nothing to do. Raises LaunchError with the
+        driver's name of the failure."""
         if 0 in grid:
             return
         from cuda.bindings import driver
 
-        shared = self.shared if shared is None else shared
         arguments = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        if dependent and self.dependent:
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-            config.sharedMemBytes, config.hStream = shared, stream
-            early = driver.CUlaunchAttribute()
-            early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            early.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [early], 1
-            status = driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0)[0]
-        else:
-            status = driver.cuLaunchKernel(
-                self.handle, *grid, threads, 1, 1, shared, stream, ctypes.addressof(pointers), 0
-            )[0]
+        status = driver.cuLaunchKernel(
+            self.handle, *grid, threads, 1, 1, self.shared, stream, ctypes.addressof(pointers), 0
+        )[0]
         if status.value:
             raise LaunchError(f"kernel {self.name}", found=f"{status.name} for grid {grid}, {threads} threads")
 
@@ -83,12 +58,6 @@ def load(source: Source, name: str, layout: str, shares: bool = True) -> Functio
     return _load(source, name, layout, shares, torch.cuda.current_device())
 
 
-def ahead(source: Source, name: str, layout: str) -> None:
-    """Has `load` done its work before the first launch; nothing where there is no device."""
-    if torch.cuda.is_available():
-        load(source, name, layout)
-
-
 @cache
 def _load(source: Source, name: str, layout: str, shares: bool, device: int) -> Function:
     from cuda.bindings import driver
@@ -98,8 +67,7 @@ def _load(source: Source, name: str, layout: str, shares: bool, device: int) -> 
     if shares and source.shared > STATIC_SHARED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(handle, attribute, source.shared), source)
-    dependent = torch.cuda.get_device_capability(device) >= DEPENDENT
-    return Function(name, struct.Struct(layout), source.shared if shares else 0, handle, dependent)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, handle)
 
 
 @cache
@@ -109,7 +77,7 @@ def _module(source: Source, device: int):
 
     torch.empty(1, device=f"cuda:{device}")
     capability = torch.cuda.get_device_capability(device)
-    target = f"sm_{capability[0]}{capability[1]}" if capability in NATIVE or not source.headers else PTX
+    target = f"sm_{capability[0]}{capability[1]}" if capability in NATIVE else PTX
     return _checked(driver.cuModuleLoadData(compiled(source, target).code), source)
 
 

@@ -28,10 +28,8 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
-def limits_of(layout: str) -> Callable[[Problem], str | None]:
-    """Why a problem is not for kernels over weights of this layout."""
-
-    def limits(problem: Problem) -> str | None:
+def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
+    def limits(device: DeviceProfile, problem: Problem) -> str | None:
         found = layout_of(problem.stored)
         if found not in CANONICAL[layout]:
             return f"reads {' and '.join(CANONICAL[layout])}; the weight is {found}"
@@ -48,9 +46,10 @@ def limits_of(layout: str) -> Callable[[Problem], str | None]:
     return limits
 
 
-def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
-    limits = limits_of(layout)
-    return lambda device, problem: limits(problem)
+def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
+    if not problem.invariant:
+        return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
+    return _limits("dense")(device, problem)
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
@@ -59,9 +58,13 @@ def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(run, on=card_of(device), invariant=problem.invariant)
 
 
+def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, dense
+
+    return partial(dense, on=card_of(device))
+
+
 def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    if problem.dtype == "float32" and not problem.invariant:
-        return "multiplies bf16 and fp16; float32 only with --batch-invariant"
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense weights; stored: {packed[0]}" if packed else None
 
@@ -114,14 +117,14 @@ def register(registry: Registry) -> None:
         )
     registry.add(
         TritonKernel(
-            "triton.linear_dense",
+            "triton.linear_invariant",
             "linear",
             _bind_linear,
-            _dense_limits,
+            _only_invariant,
             _shared("dense"),
             features=frozenset({"bias"}),
             layout="dense",
-            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM; all by one tile with --batch-invariant",
+            reason="Triton kernel of one tile: --batch-invariant",
             workspace=workspace,
         )
     )
@@ -141,3 +144,18 @@ def register(registry: Registry) -> None:
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_dense,
+            _dense_limits,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout="dense",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+            invariant=False,
+            workspace=lambda device, problem: split_bytes(device.units),
+        )
+    )

@@ -9,10 +9,10 @@ import torch
 
 from offroad.device.profile import load_profile
 from offroad.evidence import kernel_trials
-from offroad.evidence.kernel_check import Subject, check, standard, usual_problems
+from offroad.evidence.kernel_check import Subject, _error, check, standard, usual_problems
 from offroad.evidence.kernel_trials import trials
 from offroad.ops.registry import default_registry
-from offroad.ops.spec import Problem
+from offroad.ops.spec import Problem, Tolerance
 from offroad.quant.scheme import layout_of
 
 V100, CPU = load_profile("v100-32gb"), load_profile("cpu-avx2")
@@ -119,3 +119,9 @@ def test_large_weights_are_tried_in_part(monkeypatch):
     first = next(trials(problem, "dense", torch.device("cpu")))
     assert "of 1,000" in first.shape
     assert first.run(default_registry().ops["linear"].reference, True)[0].shape == (1, 64)
+
+
+def test_a_limit_is_no_finer_than_the_numbers_next_to_0():
+    relative = Tolerance(0.0, 2e-3)
+    assert _error(torch.tensor([6e-8]).half(), torch.tensor([9e-8]), relative) <= 1
+    assert _error(torch.tensor([6e-4]).half(), torch.tensor([9e-4]), relative) > 1

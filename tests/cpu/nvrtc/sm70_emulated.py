@@ -59,14 +59,7 @@ class Function:
     shared: int
     source: Source
 
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        threads: int,
-        *values: float,
-        dependent: bool = False,
-        shared: int | None = None,
-    ) -> None:
+    def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
         if 0 in grid:
             return
         assert min(grid) > 0, grid
@@ -76,9 +69,7 @@ class Function:
         assert -(-self.layout.size // 8) * 8 == library.size_of_args(), (self.layout.size, library.size_of_args())
         packed = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         sizes = (ctypes.c_uint * 3)(*grid)
-        getattr(library, f"launch_{self.name}")(
-            packed, sizes, threads, self.shared if shared is None else shared, ORDER.seed
-        )
+        getattr(library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
 
 
 def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:

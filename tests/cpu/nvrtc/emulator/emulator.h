@@ -15,7 +15,6 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
 #define __shared__
