@@ -271,7 +271,6 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
         "STAGES": 4,
         "PER": 0,
         "EVEN": True,
-        "AHEAD": 8,
     }
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
     warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
