@@ -13,6 +13,7 @@ from offroad.serve import chat
 from offroad.serve.errors import json_response
 from offroad.serve.openai import check_model
 from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.stream import read_body
@@ -25,8 +26,8 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/render")
-    @router.post("/v1/chat/completions/render")
+    @router.post("/render", openapi_extra=takes(ChatRequest))
+    @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatRequest))
     async def render(request: Request) -> Response:
         """The prompt of a chat, as text and as tokens, and where in it other requests may resume; nothing is run."""
         body = parse(await read_body(request), ChatRequest)
