@@ -55,5 +55,5 @@ def routes(service: Service) -> APIRouter:
 
     for name in _POOLING:
         for path in (f"/v1/{name}", f"/{name}"):
-            router.add_api_route(path, refuse, methods=["POST"])
+            router.add_api_route(path, refuse, methods=["POST"], include_in_schema=False)
     return router
