@@ -296,7 +296,10 @@ class Scheduler:
         assert number == step.number == result.number, "steps are committed in order"
         accepted, tokens, bad = result.accepted.tolist(), result.tokens.tolist(), result.bad_layer.tolist()
         events: list[TokenEvent] = []
-        drafted = self._count_drafts(rows, result)
+        drafted = None if result.drafted is None else result.drafted.tolist()
+        if result.drafted is not None:
+            verify = sum(row.kind == _VERIFY for row in rows)
+            self.drafts.take(result.drafted[:verify], result.accepted[:verify] - 1)
         for i, row in enumerate(rows):
             job = row.seq
             if drafted and drafted[i]:
@@ -320,14 +323,6 @@ class Scheduler:
         if self.leaving:
             self._requeue()
         return events
-
-    def _count_drafts(self, rows: list[Row], result: StepResult) -> list[int] | None:
-        """Counts the step's drafts; gives those of each row, None where there is no drafter."""
-        if result.drafted is None:
-            return None
-        verify = sum(row.kind == _VERIFY for row in rows)
-        self.drafts.take(result.drafted[:verify], result.accepted[:verify] - 1)
-        return result.drafted.tolist()
 
     def _tell(
         self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]
@@ -382,12 +377,7 @@ class Scheduler:
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
-            draft_tokens=int(self.drafts.drafted.sum()),
-            accepted_draft_tokens=int(self.drafts.accepted.sum()),
-            draft_rows=self.drafts.rows,
-            undrafted_steps=self.drafts.idle_steps,
-            drafted_by_place=self.drafts.drafted.tolist(),
-            accepted_by_place=self.drafts.accepted.tolist(),
+            **self.drafts.stats(),
             **self._counts,
         )
 

@@ -13,6 +13,7 @@ from offroad.serve import chat
 from offroad.serve.errors import json_response
 from offroad.serve.openai import check_model
 from offroad.serve.protocol.chat import ChatRequest
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.service import Service
 from offroad.serve.stream import read_body
@@ -25,8 +26,8 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/render")
-    @router.post("/v1/chat/completions/render")
+    @router.post("/render", openapi_extra=takes(ChatRequest))
+    @router.post("/v1/chat/completions/render", openapi_extra=takes(ChatRequest))
     async def render(request: Request) -> Response:
         """The prompt of a chat, as text and as tokens, and where in it other requests may resume; nothing is run."""
         body = parse(await read_body(request), ChatRequest)
@@ -54,5 +55,5 @@ def routes(service: Service) -> APIRouter:
 
     for name in _POOLING:
         for path in (f"/v1/{name}", f"/{name}"):
-            router.add_api_route(path, refuse, methods=["POST"])
+            router.add_api_route(path, refuse, methods=["POST"], include_in_schema=False)
     return router

@@ -19,6 +19,7 @@ from offroad.serve import chat
 from offroad.serve.errors import body_of, error_body, json_response
 from offroad.serve.generation import CallDelta, Generation, Piece
 from offroad.serve.openai import CLIENT_GONE, check_model, streamed
+from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
 from offroad.serve.protocol.responses import ResponsesRequest, named_here
 from offroad.serve.service import Service
@@ -32,7 +33,7 @@ def routes(service: Service) -> APIRouter:
     """The router of one server."""
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
     async def responses(request: Request) -> Response:
         body = parse(await read_body(request), ResponsesRequest)
         service.client.require_ready()
