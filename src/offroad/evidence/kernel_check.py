@@ -100,6 +100,7 @@ def usual_problems(dtype: str, device: DeviceProfile) -> Iterator[Problem]:
         def made(op: str, features: tuple[str, ...] = (), kv: str = "", stored: tuple[str, ...] = (), **sizes: int):
             return Problem(op, phase, dtype, kv, tuple(sorted(sizes.items())), frozenset(features), stored)  # noqa: B023
 
+        yield replace(made("linear", stored=("bf16",), k=k, n=n), invariant=True)
         for kind in kinds:
             yield made("linear", stored=(kind,), k=k, n=n)
             yield made("embed", stored=(kind,), k=k, n=n)

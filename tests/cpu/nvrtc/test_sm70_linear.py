@@ -197,8 +197,8 @@ def test_many_tokens_go_through_a_workspace(case: Case, monkeypatch):
     monkeypatch.setattr(workspace, "WORKSPACE", 2 * 64 * case.k)
     problem = replace(case.problem, phase="prefill")
     linears = next(kernel for kernel in linear.KERNELS if kernel.op == "linear")
-    assert linears.check(V100, problem).workspace == 2 * case.k * min(64, -(-case.n // 32) * 32)
-    assert linears.check(V100, case.problem).workspace == 0
+    assert linears.check(V100, problem).temporary == 2 * case.k * min(64, -(-case.n // 32) * 32)
+    assert linears.check(V100, case.problem).temporary == 0
     packed, x, outputs = pack(weight(case)), tokens(case), []
     wanted = x.float() @ dequantise(weight(case)).T + (0 if packed.bias is None else packed.bias.float())
     bound = linear.bind(V100, problem)

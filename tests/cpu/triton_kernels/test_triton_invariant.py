@@ -30,6 +30,7 @@ KINDS.append(("dense", 0, True))
 def bound(op: str, layout: str) -> Bound:
     """The kernel that a plan binds with the flag."""
     name = f"triton.{op.removesuffix('_linear')}_{LAYOUTS[layout].removeprefix('triton.')}"
+    name = "triton.linear_invariant" if name == "triton.linear_dense" else name
     problem = Problem(op, "decode", "float32", sizes=(("k", 512), ("n", 130)), invariant=True)
     return default_registry().kernels[name].prepare(H100, problem)
 
