@@ -12,22 +12,27 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from msgspec import structs
 
 from offroad.cache.spec import CacheConfig
-from offroad.device.probe import resolve_device
+from offroad.device.probe import resolve_device, runnable
+from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError, RequestError
 from offroad.execute.messages import EngineInfo
 from offroad.models.registry import Resolved
+from offroad.models.spec import AttentionSpec
 from offroad.ops.cpu_kernels import configure
 from offroad.ops.plan import Plan, plan
 from offroad.ops.registry import default_registry, packers
+from offroad.run import warm
 from offroad.run.bind import prepare
 from offroad.run.guides import Guides
 from offroad.run.runner import Runner
 from offroad.sample.grammar import Grammars
 from offroad.sample.guided import TOO_SLOW
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Step
 from offroad.settings import Settings
 from offroad.speculate.attach import attach
@@ -44,21 +49,20 @@ def _silent(phase: str, fraction: float, note: str) -> None:
     """Nobody watches the loading."""
 
 
-def make_plan(settings: Settings, source: Source) -> Plan:
-    """The plan of a checkpoint under these settings; reads headers only. Raises ModelError, PlanError."""
-    return _plan(settings, *attach(settings, source))
+def make_plan(settings: Settings, source: Source, device: DeviceProfile | None = None) -> Plan:
+    """The plan of a checkpoint under these settings; reads headers only. `device` None: the one that the settings name.
+    Raises ModelError, PlanError."""
+    return _plan(settings, *attach(settings, source), device or resolve_device(settings))
 
 
-def _plan(settings: Settings, resolved: Resolved, source: Source) -> Plan:
+def _plan(settings: Settings, resolved: Resolved, source: Source, device: DeviceProfile) -> Plan:
     """The plan of a checkpoint, its drafter attached."""
     verify_headers(resolved.spec, source)
     config = {**source.config.get("text_config", {}), **source.config}
     dtype = config.get("torch_dtype") or config.get("dtype")
     spec = replace(resolved.spec, notes=(*resolved.spec.notes, *source.notes))
     scaled = len(kv_scales.names(source, spec))
-    return plan(
-        settings.names[0], spec, source.headers, resolve_device(settings), settings, default_registry(), dtype, scaled
-    )
+    return plan(settings.names[0], spec, source.headers, device, settings, default_registry(), dtype, scaled)
 
 
 def _share_cores(plan: Plan, threads: int) -> None:
@@ -84,14 +88,7 @@ class Engine:
         source = source or open_source(settings, lambda done, note: report("pull", done, note))
         report("plan", 0.0, "")
         resolved, source = attach(settings, source)
-        self.plan = _plan(settings, resolved, source)
-        if self.plan.device.source == "file":
-            raise PlanError(
-                f"device {self.plan.device.name} is a profile",
-                found="a request to run on it",
-                accepted="auto, cpu, cuda",
-                next=f"use `offroad plan --device {self.plan.device.name}`",
-            )
+        self.plan = _plan(settings, resolved, source, runnable(resolve_device(settings)))
         if self.plan.ranks > 1:
             raise PlanError(
                 "--tensor-parallel-size",
@@ -115,13 +112,24 @@ class Engine:
             packers(),
             lambda done, note: report("load", done, note),
         )
-        self.runner = Runner(self.plan, spec, resolved.model(), weights, bounds, device)
+        self.runner = Runner(
+            self.plan,
+            spec,
+            resolved.model(),
+            weights,
+            bounds,
+            device,
+            progress=lambda done, note: report("prepare", done, note),
+        )
         self.grammars = Grammars(source.tokenizer(), resolved.spec.vocab)
         self.guides = self.runner.guides = Guides(resolved.spec.vocab, self.grammars.matcher)
+        mixers = [layer.mixer for layer in resolved.spec.layers]
+        self._shares_keys = any(isinstance(mixer, AttentionSpec) and not mixer.own_kv for mixer in mixers)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
         self.info = self._info(time.perf_counter() - began, resolved.spec.vocab)
+        warm.begin(self.runner)
         report("load", 1.0, "ready")
 
     def _scheduler(self) -> Scheduler:
@@ -139,6 +147,7 @@ class Engine:
             namespace=p.fingerprint,
             prefix_caching=self.settings.enable_prefix_caching,
             checkpoint_interval=self.settings.checkpoint_interval,
+            invariant=p.batch_invariant,
         )
         return Scheduler(
             config,
@@ -168,6 +177,7 @@ class Engine:
             plan_fingerprint=p.fingerprint,
             memory_summary=memory,
             load_seconds=seconds,
+            compiled=self.runner.compiled,
             plan_json=json.dumps(p.to_json()),
         )
 
@@ -179,6 +189,14 @@ class Engine:
                 "prompt", param="prompt", found=f"token id {outside}", accepted=f"ids of 0 to {vocab - 1}"
             )
         request.params.check_vocab(vocab)
+        if request.params.prompt_logprobs is not None and self._shares_keys:
+            raise RequestError(
+                "prompt_logprobs is not supported for this model",
+                param="prompt_logprobs",
+                code="unsupported_field",
+                found="layers that read the keys of others, which run the last tokens of a prompt alone",
+                accepted="no prompt_logprobs, and no echo with logprobs",
+            )
         self.prepare(request)
         self.scheduler.validate(request)
 
@@ -221,7 +239,11 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        return self.scheduler.stats()
+        return structs.replace(self.scheduler.stats(), late_compilations=warm.late(self.plan))
+
+    def sequences(self) -> list[SequenceState]:
+        """How far sequences are that have not ended, the oldest first."""
+        return standings(self.scheduler)
 
     def check(self) -> None:
         """Raises AssertionError if the cache's books do not balance (I1, I2; when idle, nothing may be held)."""

@@ -11,10 +11,13 @@ from typing import Any
 
 from offroad.engine import Engine, Progress
 from offroad.errors import RequestError
+from offroad.sample.guide import Guide
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
+from offroad.serve.text import ModelText
 from offroad.settings import Settings
-from offroad.text.chat_template import ChatTemplate, encode_with_marks
+from offroad.text.answer import Reading
+from offroad.text.chat_template import encode_with_marks
 from offroad.text.detokenize import OutputStream
 from offroad.text.tokenizer import Tokenizer
 
@@ -50,7 +53,7 @@ class Usage:
 
 @dataclass
 class RequestOutput:
-    """The result of one prompt."""
+    """The result of one prompt. `prompt_logprobs`: of each of its tokens, but None for the first."""
 
     request_id: str
     prompt: str | None
@@ -58,6 +61,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     usage: Usage
     finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,25 +84,30 @@ class LLM:
     ) -> None:
         self.settings = Settings.of(model=model, **settings)
         self.engine = engine or Engine(self.settings, progress)
-        files = self.engine.source_tokenizer
-        self.tokenizer = Tokenizer(files)
-        self.template = ChatTemplate(files, self.settings.chat_template)
+        given = self.settings
+        files, parsers = self.engine.source_tokenizer, (given.reasoning_parser, given.tool_call_parser)
+        self.text = ModelText(files, given.chat_template, *parsers)
+        self.tokenizer, self.template = self.text.tokenizer, self.text.template
         self._ids = count()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        structured_outputs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Completes each prompt: a string, or {"prompt_token_ids": [...]}. Results come in the order of the prompts.
+        `structured_outputs` is what they must look like, as in a request to the server: `{"regex": "[0-9]+"}`.
 
         Raises RequestError, and then nothing has been run.
         """
         listed = [prompts] if isinstance(prompts, (str, dict)) else list(prompts)
         params = self._params(sampling_params, len(listed))
         encoded = [self._encode(prompt) for prompt in listed]
+        guides = [self._guide(p, {"structured_outputs": structured_outputs}) for p in params]
         return self._run(
-            [self._request(ids, (), p) for (_, ids), p in zip(encoded, params, strict=True)],
+            [self._request(ids, (), p, g) for (_, ids), p, g in zip(encoded, params, guides, strict=True)],
             [text for text, _ in encoded],
             continues=True,
         )
@@ -109,19 +118,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
+        structured_outputs: dict[str, Any] | None = None,
+        response_format: dict[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation, or several. `template` goes to the chat template (`tools`, `enable_thinking`, ...),
-        and so do `chat_template_kwargs`, the name of the same thing in a request to the server.
+        and so do `chat_template_kwargs`, the name of the same thing in a request to the server. An answer must look
+        like `structured_outputs` or `response_format`, once thoughts have ended, and these have at most
+        `thinking_token_budget` tokens; all three are as in such a request.
         """
+        limits = {"structured_outputs": structured_outputs, "response_format": response_format}
         conversations = messages if messages and isinstance(messages[0], list) else [messages]
         params = self._params(sampling_params, len(conversations))
         requests, texts = [], []
         for conversation, p in zip(conversations, params, strict=True):
-            rendered = self.template.render(conversation, **(chat_template_kwargs or {}), **template)
-            ids, marks = encode_with_marks(self.tokenizer, rendered)
-            requests.append(self._request(ids, marks, p))
-            texts.append(rendered.text)
+            request, text = self._chat(conversation, p, chat_template_kwargs, template, limits, thinking_token_budget)
+            requests.append(request)
+            texts.append(text)
         return self._run(requests, texts, continues=False)
 
     def stream_chat(
@@ -130,13 +144,16 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
+        structured_outputs: dict[str, Any] | None = None,
+        response_format: dict[str, Any] | None = None,
+        thinking_token_budget: int | None = None,
         **template: Any,
     ) -> Iterator[StreamChunk]:
         """Answers one conversation piece by piece, as `chat`; closing the iterator aborts the request."""
-        rendered = self.template.render(messages, **(chat_template_kwargs or {}), **template)
-        ids, marks = encode_with_marks(self.tokenizer, rendered)
         [params] = self._params(sampling_params, 1)
-        yield from self._stream([self._request(ids, marks, params)], [rendered.text], continues=False)
+        limits = {"structured_outputs": structured_outputs, "response_format": response_format}
+        request, text = self._chat(messages, params, chat_template_kwargs, template, limits, thinking_token_budget)
+        yield from self._stream([request], [text], continues=False)
 
     def close(self) -> None:
         """Frees the engine's memory."""
@@ -154,6 +171,47 @@ class LLM:
             )
         return list(given)
 
+    def _chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams,
+        kwargs: dict[str, Any] | None,
+        template: dict[str, Any],
+        limits: dict[str, Any],
+        budget: int | None,
+    ) -> tuple[Request, str]:
+        """The request of a conversation, and its prompt."""
+        rendered = self.template.render(messages, **(kwargs or {}), **template)
+        ids, marks = encode_with_marks(self.tokenizer, rendered)
+        guide = self._guide(params, limits, budget, rendered.text, {**(kwargs or {}), **template})
+        return self._request(ids, marks, params, guide), rendered.text
+
+    def _guide(
+        self,
+        params: SamplingParams,
+        limits: dict[str, Any],
+        budget: int | None = None,
+        chat: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Guide | None:
+        """What an answer is limited to, as a request to the server says it. `chat`: the prompt of a conversation, and
+        `options` the variables of its template; a completion has no thoughts."""
+        given = {name: value for name, value in limits.items() if value is not None}
+        if not given and budget is None:
+            return None
+        # The server's reading of requests takes long to import, and most answers have no limits.
+        from offroad.serve.chat import begun, check_minimum, guide_of
+        from offroad.serve.protocol.parse import validated
+        from offroad.serve.protocol.structured import Structured
+
+        options, reading = options or {}, Reading()
+        grammar, param = validated(given, Structured).grammar(), next(iter(given), "structured_outputs")
+        check_minimum(params.min_tokens, grammar, param)
+        if chat is not None:
+            reading = Reading(*begun(self.text.notation, chat, bool(options.get("continue_final_message"))))
+        thinks = next((options[name] for name in ("enable_thinking", "thinking") if name in options), None)
+        return guide_of(self.text, reading, grammar, budget, thinks=thinks, param=param)
+
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
@@ -163,7 +221,7 @@ class LLM:
             "prompt", param="prompt", found=sorted(prompt), accepted='a string or {"prompt_token_ids": [...]}'
         )
 
-    def _request(self, ids: list[int], marks: tuple[int, ...], params: SamplingParams) -> Request:
+    def _request(self, ids: list[int], marks: tuple[int, ...], params: SamplingParams, guide: Guide | None) -> Request:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         return Request(
             id=f"llm-{next(self._ids)}",
@@ -172,6 +230,7 @@ class LLM:
             seed=seed,
             eos_ids=self.tokenizer.eos_ids,
             marks=marks,
+            guide=guide,
         )
 
     def _run(self, requests: list[Request], texts: list[str | None], continues: bool) -> list[RequestOutput]:
@@ -228,6 +287,8 @@ class _Collector:
         """Adds an event; events after a stop string are dropped."""
         out, usage = self.output.outputs[event.index], self.output.usage
         self.stopped_by_text = False
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *event.prompt_logprobs]
         if out.finish_reason is not None:
             return StreamChunk(event.index, "", self.output)
         if usage.time_to_first_token is None and event.token_ids:

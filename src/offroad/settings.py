@@ -40,6 +40,7 @@ class Settings:
     kernel: tuple[str, ...] = ()
     allow_reference: bool = False
     enforce_eager: bool = False
+    batch_invariant: bool = False
     threads: int = 0
     tensor_parallel_size: int = 1
     max_model_len: int = 0

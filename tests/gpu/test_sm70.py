@@ -23,7 +23,7 @@ import sm70_weight_cases as weight_cases  # noqa: E402
 
 from offroad.device.profile import load_profile  # noqa: E402
 from offroad.models.spec import AttentionSpec, GatedDeltaSpec, RopeSpec  # noqa: E402
-from offroad.nvrtc import attention, compile, delta, linear, rows  # noqa: E402
+from offroad.nvrtc import attention, compile, delta, linear, rows, workspace  # noqa: E402
 from offroad.nvrtc.pack import pack  # noqa: E402
 from offroad.ops import activation, norm, rope  # noqa: E402
 from offroad.ops.attention import TOLERANCE as ATTENTION  # noqa: E402
@@ -36,6 +36,7 @@ from offroad.run.rows import RingView  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 V100, RUNS = load_profile("v100-32gb"), 100
+PHASES = ("prefill", "decode")
 PROBLEM = Problem("", "decode", "float16")
 ATTENTION_CASES = (
     *attention_cases.CASES,
@@ -54,6 +55,12 @@ WEIGHT_CASES = (
     weight_cases.Case("affine4", 2048, 5120, 128, 300, bias=True),
     weight_cases.Case("fp8", 5120, 6144, 128, 4),
     weight_cases.Case("fp4", 1024, 5120, 16, 20),
+)
+MANY_CASES = (
+    weight_cases.Case("affine4", 5000, 5120, 128, 600, bias=True),
+    weight_cases.Case("fp8", 2048, 1168, 128, 513),
+    weight_cases.Case("fp4", 3000, 544, 16, 700),
+    weight_cases.Case("affine8", 1500, 2048, 128, 1024, whole=False),
 )
 
 
@@ -124,13 +131,51 @@ def test_linear(case: weight_cases.Case):
     close(same_bits(lambda: bound(x, packed)), wanted, LINEAR["float16"])
 
 
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rows", [3, 40, 600])
+def test_experts(rows: int, phase: str):
+    """Chunks sort their rows by expert; most experts have few, and one most."""
+    case = weight_cases.Case("affine4", 16 * 256, 1024, 128, rows)
+    problem = replace(case.problem, op="grouped_linear", phase=phase, sizes=(("experts", 16), ("k", 1024), ("n", 4096)))
+    experts = torch.stack((torch.arange(rows) % 15, torch.full((rows,), 15)), dim=1).cuda()
+    experts[: rows // 2, 0] = 3
+    packed, x = pack(weight_cases.weight(case)), weight_cases.tokens(case).cuda()
+    packed = replace(packed, tensors={name: tensor.cuda() for name, tensor in packed.tensors.items()})
+    w = dequantise(weight_cases.weight(case)).view(16, 256, 1024).cuda().double()
+    wanted = torch.stack(
+        [torch.stack([w[e] @ row.double() for e in pair]) for pair, row in zip(experts, x, strict=True)]
+    )
+    bound = linear.bind_grouped(V100, problem)
+    close(same_bits(lambda: bound(x, experts, packed, 16)), wanted, LINEAR["float16"])
+
+
+@pytest.mark.parametrize("case", MANY_CASES, ids=str)
+def test_linear_through_a_workspace(case: weight_cases.Case, monkeypatch):
+    """Slabs of columns that do not divide the weight."""
+    weight = weight_cases.weight(case)
+    packed, x = pack(weight), weight_cases.tokens(case).cuda()
+    assert case.tokens >= workspace.CROSSOVER
+    monkeypatch.setattr(workspace, "WORKSPACE", 2 * case.k * 32 * 37)
+    wanted = x.double() @ dequantise(weight).cuda().double().T
+    wanted = wanted if packed.bias is None else wanted + packed.bias.cuda().double()
+    tensors = {name: tensor.cuda() for name, tensor in packed.tensors.items()}
+    packed = replace(packed, tensors=tensors, bias=None if packed.bias is None else packed.bias.cuda())
+    bound = linear.bind(V100, replace(case.problem, phase="prefill"))
+    close(same_bits(lambda: bound(x, packed)), wanted, LINEAR["float16"])
+
+
 @pytest.mark.parametrize(
-    "spec", [GatedDeltaSpec(2, 6, 16, 16, 4, "sigmoid"), GatedDeltaSpec(16, 48, 128, 128, 4)], ids=str
+    "spec",
+    [
+        GatedDeltaSpec(2, 6, 16, 16, 4, "sigmoid"),
+        GatedDeltaSpec(16, 48, 128, 128, 4),
+    ],
+    ids=str,
 )
 def test_gated_delta(spec: GatedDeltaSpec):
     names = ("key_heads", "value_heads", "key_dim", "value_dim", "kernel")
     sizes = tuple(sorted((name, getattr(spec, name)) for name in names))
-    bound = delta.bind(V100, Problem("gated_delta", "decode", "float16", sizes=sizes))
+    bounds = {phase: delta.bind(V100, Problem("gated_delta", phase, "float16", sizes=sizes)) for phase in PHASES}
     weights = delta_cases.weights_of(spec)
     weights = replace(weights, **{name: getattr(weights, name).cuda() for name in ("conv", "a_log", "dt_bias", "norm")})
     qkvz, ba = (x.half().cuda() for x in delta_cases.inputs_of(spec, 900))
@@ -155,7 +200,7 @@ def test_gated_delta(spec: GatedDeltaSpec):
         x, gates = torch.cat([p.qkvz for p in parts]), torch.cat([p.ba for p in parts])
         before = [ring.data.clone() for ring in mine]
 
-        def again(x=x, gates=gates, step=step, before=before) -> torch.Tensor:
+        def again(x=x, gates=gates, step=step, before=before, bound=bounds[PHASES[not chunks]]) -> torch.Tensor:
             for ring, kept in zip(mine, before, strict=True):
                 ring.data.copy_(kept)
             return bound(x, gates, *mine, step, spec, weights, 1e-6)

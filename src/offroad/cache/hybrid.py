@@ -55,7 +55,7 @@ class HybridCache:
         [h - keep, h) are, and, if rings have rows to restore, a checkpoint is. The last token always runs.
         """
         config, block = self.config, self.block
-        if not config.prefix_caching:
+        if not config.prefix_caching or seq.fresh:
             return Resume(0, 0)
         limit = (len(seq.tokens) - 1) // block
         extend_keys(seq.keys, seq.root, seq.tokens, limit, block)
@@ -163,6 +163,8 @@ class HybridCache:
         checkpoint displaces others only where there are more than two places for each running sequence."""
         if kind == Kind.CHUNK:
             boundaries = [end] if seq.next_mark(end - 1, self._interval) == end else []
+        elif self.config.invariant:
+            return ()
         else:
             boundaries = list(range((low // self.block + 1) * self.block, end + 1, self.block))
         tickets = []
@@ -249,8 +251,9 @@ class HybridCache:
 
     def _publish(self, seq: Sequence) -> None:
         """Names the blocks that are full. Where another block has the name, the sequence holds that one instead, so
-        that who holds a block holds the named blocks before it."""
-        full = seq.committed // self.block
+        that who holds a block holds the named blocks before it. Kept apart, only blocks of chunks are named: kernels of
+        single tokens give other bits, and who resumes behind them must find what it would have run itself."""
+        full = (min(seq.committed, seq.goal) if self.config.invariant else seq.committed) // self.block
         extend_keys(seq.keys, seq.root, seq.tokens, full, self.block)
         for column in range(seq.published, full):
             key = seq.keys[column]

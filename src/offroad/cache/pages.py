@@ -30,6 +30,11 @@ class Pages:
         return len(self.plain) + len(self.keyed)
 
     @property
+    def cached(self) -> int:
+        """Free blocks that keep what their key names, until they are taken."""
+        return len(self.keyed)
+
+    @property
     def held(self) -> int:
         return max(self.count - 1, 0) - self.free
 

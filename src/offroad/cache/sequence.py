@@ -41,7 +41,8 @@ class Row:
 class Sequence:
     """Known tokens and what the caches hold of them. `slot` 0: not admitted.
 
-    `tokens`: all that the host knows, the pending one last. `committed`: those whose entries are in the caches. `goal`:
+    `fresh`: it is to run all of its tokens, and resumes nothing. `tokens`: all that the host knows, the pending one
+    last. `committed`: those whose entries are in the caches. `goal`:
     prefill ends here. Tables hold blocks by column; a window column without a block holds 0. `edits`: table changes
     that the device has not been told, by (table, column). `marks`: sorted boundaries worth resuming. Steps in flight
     are bounded by `fly_low` and `fly_high`.
@@ -66,6 +67,7 @@ class Sequence:
     fly_high: int = 0
     begun: bool = False
     dead: bool = False
+    fresh: bool = False
     restored: Checkpoint | None = None
     rolling: Checkpoint | None = None
 

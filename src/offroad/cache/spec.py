@@ -14,8 +14,8 @@ class CacheConfig:
     `block`: tokens in a block. `window_blocks` 0: no layer keeps a window. `keep`: old tokens that a window reader
     needs. `checkpoints`: device places for ring rows at a boundary. `rings`: a ring has rows to restore, so that a
     resume needs a checkpoint. `k`: most drafts in a step. `namespace`: root of all keys (fingerprint of model, block,
-    layouts, kv dtype). `checkpoint_interval`: tokens between marks, 0: none. Raises SettingsError when one sequence
-    could not run alone.
+    layouts, kv dtype). `checkpoint_interval`: tokens between marks, 0: none. `invariant`: what a sequence
+    computes must not depend on the others. Raises SettingsError when one sequence could not run alone.
     """
 
     block: int
@@ -30,6 +30,7 @@ class CacheConfig:
     namespace: bytes | str
     prefix_caching: bool = True
     checkpoint_interval: int = 0
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         checks = [

@@ -7,31 +7,120 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from offroad import __version__
 from offroad.cli.environment import VARIABLES, in_force
 from offroad.cli.options import Json
 from offroad.cli.table import size, table
+from offroad.errors import SettingsError
 
 if TYPE_CHECKING:
     from offroad.device.profile import DeviceProfile
+    from offroad.evidence.kernel_check import Result
+    from offroad.ops.plan import Plan
     from offroad.ops.spec import Problem, Registry
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "gguf", "tokenizers", "huggingface_hub", "fastapi", "uvicorn")
 
 
-def doctor(json_output: Json = False) -> None:
+Kernels = Annotated[
+    bool, typer.Option("--kernels", help="Run kernels on this device against their references, and time them.")
+]
+Tried = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL", show_default=False, help="With --kernels: those of this model's plan, at its shapes."
+    ),
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="With --kernels: auto, cpu, cuda, or a profile to run by.")
+]
+
+
+def doctor(model: Tried = None, kernels: Kernels = False, device: Device = "auto", json_output: Json = False) -> None:
     """Report what this machine can do.
 
-    Device, driver, toolchain, kernels that can be built, environment; add the --json form to bug reports.
+    Device, driver, toolchain, kernels that can be built, environment; add the --json form to bug reports. With
+    --kernels, every kernel of MODEL's plan, or of a usual set, on random numbers: exit code 1 if one differs from its
+    reference by more than its op allows.
     """
+    if kernels:
+        if not try_kernels(model, device, json_output):
+            raise typer.Exit(1)
+        return
+    if model is not None:
+        raise SettingsError("MODEL", found=model, accepted="none without --kernels", next=f"offroad plan {model}")
     facts = examine()
     if json_output:
         json.dump(facts, sys.stdout, indent=2)
         print()
     else:
         print(render(facts))
+
+
+def try_kernels(model: str | None, device: str, json_output: bool) -> bool:
+    """Whether all kernels pass, having printed how each did."""
+    from offroad.device.probe import resolve_device, runnable
+    from offroad.evidence import kernel_check
+    from offroad.ops.registry import default_registry
+    from offroad.settings import Settings
+
+    registry = default_registry()
+    if model is None:
+        here = runnable(resolve_device(Settings.of(model="none", device=device)))
+        subjects = kernel_check.standard(registry, here)
+    else:
+        made = _plan_here(model, device)
+        here, subjects = made.device, kernel_check.of_plan(made)
+    if not json_output:
+        print(f"{len(subjects)} kernels and problems on {here.name}; {driver() or 'no NVIDIA driver'}\n", flush=True)
+    results = kernel_check.check(subjects, registry, here, (lambda _: None) if json_output else _print_result)
+    failed = [result for result in results if result.passed is False]
+    tried = [result for result in results if result.passed is not None]
+    if json_output:
+        facts = {
+            "offroad": __version__,
+            "device": device_facts(here),
+            "driver": driver(),
+            "toolchain": dict(here.toolchain),
+            "model": model,
+            "passed": not failed,
+            "results": [result.to_json() for result in results],
+        }
+        json.dump(facts, sys.stdout, indent=2)
+        print()
+    else:
+        print(f"\n{len(tried) - len(failed)} of {len(tried)} pass" + "".join(f"\nFAIL {_name(r)}" for r in failed))
+    return not failed
+
+
+def _plan_here(model: str, device: str) -> Plan:
+    """The plan of a model on the device that is here."""
+    from offroad.device.probe import resolve_device, runnable
+    from offroad.engine import make_plan
+    from offroad.settings import Settings
+    from offroad.weights.locate import open_source
+
+    settings = Settings.resolve({"model": model, "device": device})
+    here = runnable(resolve_device(settings))
+    return make_plan(settings, open_source(settings), here)
+
+
+def _name(result: Result) -> str:
+    return f"{result.kernel} ({result.op}.{result.phase}) {result.shape} {result.problem}"
+
+
+def _print_result(result: Result) -> None:
+    """One line: how it went, median time, the largest difference as a part of what is allowed, on what."""
+    word = {True: "pass", False: "FAIL", None: "-"}[result.passed]
+    time = f"{result.milliseconds:9.3f} ms" if result.milliseconds is not None else f"{'':12}"
+    error = f"{result.error:8.3f}" if result.error is not None else f"{'':8}"
+    said = " ".join(part for part in (result.shape, result.problem) if part)
+    said += "; NOT the same bits twice" if result.repeats is False else ""
+    print(f"{word:5}{result.kernel:28} {result.op + '.' + result.phase:26}{time} {error}  {said}", flush=True)
 
 
 def examine() -> dict[str, Any]:
@@ -70,6 +159,7 @@ def examine() -> dict[str, Any]:
         "cuda_missing": cuda_missing(),
         "compiler": {"command": " ".join(compiler.command), "version": compiler.version} if compiler else None,
         "native_library": library,
+        "triton_cache": triton_cache(device),
         "packages": {name: package_version(name) for name in PACKAGES},
         "kernels": kernel_facts(default_registry(), device) if device else [],
         "environment": in_force(),
@@ -109,6 +199,15 @@ def driver() -> str | None:
         if done.returncode == 0 and lines
         else f"nvidia-smi failed: {(done.stderr or done.stdout).strip()[:200]}"
     )
+
+
+def triton_cache(device: DeviceProfile | None) -> str | None:
+    """Where compiled Triton kernels are kept; None where no kernel is Triton's."""
+    if device is None or device.kind != "cuda" or device.tool("triton") is None:
+        return None
+    from offroad.triton_kernels.warm import folder
+
+    return folder()
 
 
 def sample_problems(dtype: str) -> list[Problem]:
@@ -183,6 +282,8 @@ def render(facts: dict[str, Any]) -> str:
     lines.append(f"cuda         {facts['cuda_missing'] or facts['cuda']}")
     lines.append("compiler     " + (f"{compiler['version']} ({compiler['command']})" if compiler else "none"))
     lines.append("C kernels    " + (facts["native_library"] or "not built"))
+    if facts["triton_cache"]:
+        lines.append(f"Triton cache {facts['triton_cache']}")
     lines.append(
         "packages     "
         + ", ".join(f"{name} {version or 'not installed'}" for name, version in facts["packages"].items())

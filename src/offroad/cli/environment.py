@@ -20,6 +20,7 @@ VARIABLES = (
     Variable("HF_HOME", "where the hub's files are kept"),
     Variable("HF_TOKEN", "access to gated models on the hub", secret=True),
     Variable("HF_HUB_OFFLINE", "1: the hub library opens no connection"),
+    Variable("TRITON_CACHE_DIR", "where Triton keeps compiled kernels; default ~/.triton/cache"),
     Variable("CC", "the C compiler for CPU kernels"),
     Variable("OMP_NUM_THREADS", "threads of torch on the CPU, where --threads does not say"),
     Variable("CUDA_VISIBLE_DEVICES", "which GPUs this process sees"),

@@ -74,5 +74,6 @@ def screen(url: str, info: EngineInfo) -> str:
         ("plan", f"{info.plan_fingerprint} (all of it: {url}/plan)"),
         ("loaded in", f"{info.load_seconds:.1f} s"),
     ]
+    lines += [("kernels", info.compiled)] if info.compiled else []
     lines += [("", line) for line in info.plan_summary.splitlines()]
     return "\n".join(["", *(f"{name:<13}{value}" for name, value in lines), ""])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from offroad.device.profile import GIB, DeviceProfile, compared, load_profile
-from offroad.errors import SettingsError
+from offroad.errors import PlanError, SettingsError
 from offroad.native.compile import find_compiler
 from offroad.settings import Settings
 
@@ -48,10 +49,60 @@ CUDA_CAPABILITIES: dict[tuple[int, int], tuple[str, ...]] = {
 def resolve_device(settings: Settings) -> DeviceProfile:
     """The device that `settings.device` names: `auto` (CUDA if there is one, else CPU), `cpu`, `cuda`, or a profile.
 
-    A profile (source "file") stands in for a device when planning; the engine refuses to run on one. Raises
+    A profile (source "file") stands in for a device when planning; `runnable` says what an engine makes of it. Raises
     SettingsError for an unknown name, and where `cuda` is named and there is none.
     """
     return probe(settings.device) if settings.device in ("auto", "cpu", "cuda") else load_profile(settings.device)
+
+
+def runnable(device: DeviceProfile) -> DeviceProfile:
+    """What an engine runs by: a probed device itself, or a profile that the CUDA device here can stand in for.
+
+    Then kernels, tiles and the memory budget are the profile's, which is what makes a plan for a V100 testable on a
+    newer GPU; the name and a note say whose silicon it is, and rates are unknown unless it is of the same generation.
+    Raises PlanError where the device here cannot do what the profile's kernels may ask for.
+    """
+    if device.source != "file":
+        return device
+    reason, host = cuda_missing() if device.kind == "cuda" else "only CUDA devices can be stood in for", None
+    if reason is None:
+        host = probe_cuda()
+        reason = _stand_in_reason(device, host)
+    if reason is not None:
+        raise PlanError(
+            f"--device {device.name}: running by a profile",
+            found=reason,
+            accepted="a CUDA device at least as new, with every unit and as much memory; or auto, cpu, cuda",
+            next=f"`offroad plan --device {device.name}` shows the plan",
+        )
+    assert host is not None, "without a reason there is a device"
+    same = host.compute_capability == device.compute_capability
+    newer = (
+        "" if same else "; kernels are compiled for it and translated by the driver, and speeds say nothing about it"
+    )
+    return replace(
+        device,
+        name=f"{device.name}, run on {host.name}",
+        bandwidth=device.bandwidth if same else 0.0,
+        flops=device.flops if same else (),
+        toolchain=host.toolchain,
+        source="stand-in",
+        notes=(f"plan for {device.name}, run on {host.name}{newer}",),
+    )
+
+
+def _stand_in_reason(device: DeviceProfile, host: DeviceProfile) -> str | None:
+    """Why `host` cannot run what is planned for `device`, or None if it can."""
+    ours, theirs = host.compute_capability or (0, 0), device.compute_capability or (0, 0)
+    if theirs > ours:
+        return f"compute capability {theirs[0]}.{theirs[1]}; {host.name} has {ours[0]}.{ours[1]}"
+    if lacks := sorted(device.capabilities - host.capabilities):
+        return f"{', '.join(lacks)}, which {host.name} lacks"
+    for name, unit in (("memory", "bytes of memory"), ("shared_per_block", "bytes of shared memory a block")):
+        needed, there = getattr(device, name), getattr(host, name)
+        if needed > there:
+            return f"{needed:,} {unit}; {host.name} has {there:,}"
+    return None
 
 
 def probe(kind: str = "auto") -> DeviceProfile:

@@ -19,8 +19,8 @@ class DeviceProfile:
     `capabilities` names instructions and units (`mma_f16`, `mma_bf16`, `mma_fp8`, `mma_nvfp4`, `cvt_e4m3`, `cp_async`,
     `tma`, `wgmma`; on CPUs `avx2`, `fma`, `avx512`, `avx512_bf16`, `amx`). `memory` and `shared_per_block` are bytes,
     `bandwidth` bytes per second, `flops` dense operations per second by dtype. `toolchain` holds versions by name
-    (`cc`, `torch`, `triton`, `nvrtc`). `source` says where values come from: `file`, `probe` or `user`; `notes` say how
-    a probed device differs from the profile of its kind.
+    (`cc`, `torch`, `triton`, `nvrtc`). `source` says where values come from: `file`, `probe`, or `stand-in` for a file
+    by which another device runs; `notes` say how a probed device differs from the profile of its kind.
     """
 
     name: str

@@ -209,6 +209,7 @@ def record(
         "kernels": plan.kernels(),
         "graphs": list(plan.graphs.rows) or plan.graphs.reason,
         "memory": info.memory_summary,
+        "compiled": info.compiled,
         **speeds,
         "ready_s": ready,
         "missing": [name for name in cases if name not in speeds],

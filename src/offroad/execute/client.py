@@ -32,6 +32,7 @@ from offroad.execute.messages import (
     read_report,
     socket_pair,
 )
+from offroad.execute.watch import Watch
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
@@ -127,6 +128,7 @@ class EngineClient:
         self._open: dict[str, Subscription] = {}
         self._taught = self._loaded = self._closed = False
         self._calls: dict[int, asyncio.Future[None]] = {}
+        self.watch = Watch()
         self._worker: Running | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -162,6 +164,7 @@ class EngineClient:
             self.restarts += 1
         self.state, self.stats, self._taught, self._loaded = State.LOADING, Stats(), False, False
         self.ended.clear()
+        self.watch.started()
         ours, theirs = socket_pair()
         try:
             self._worker = self._launch(theirs)
@@ -207,6 +210,7 @@ class EngineClient:
         for request in requests:
             assert request.id not in self._open, request.id
             self._open[request.id] = subscription
+            self.watch.submitted(request)
             self._send(Submit(request))
         self._idle.clear()
         return subscription
@@ -309,6 +313,7 @@ class EngineClient:
             while True:
                 report = await read_report(reader)
                 if isinstance(report, Progress):
+                    self.watch.progress = report
                     progress(report.phase, report.fraction, report.note)
                 elif isinstance(report, Failed):
                     self._die(report.failure.error())
@@ -324,8 +329,9 @@ class EngineClient:
 
     def _take(self, report: Report) -> None:
         match report:
-            case Events(events, stats):
+            case Events(events, stats, sequences):
                 self.stats = stats
+                self.watch.stepped(stats, sequences)
                 for event in events:
                     subscription = self._open.get(event.request_id)
                     # None: the last events of a request that was aborted here.
@@ -350,6 +356,7 @@ class EngineClient:
 
     def _forget(self, request_id: str) -> Subscription | None:
         subscription = self._open.pop(request_id, None)
+        self.watch.ended(request_id)
         if not self._open:
             self._idle.set()
         return subscription

@@ -12,7 +12,7 @@ import msgspec
 
 from offroad import errors
 from offroad.errors import EngineDead, OffroadError, RequestError
-from offroad.schedule.request import Request, Stats, TokenEvent
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
@@ -34,6 +34,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float
     plan_json: str
     max_num_seqs: int = 0
+    compiled: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,10 +128,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Events(msgspec.Struct, frozen=True, tag="events"):
-    """All that one step brought."""
+    """All that one step brought. `sequences`: how far each is, told now and then; None: not this time."""
 
     events: list[TokenEvent]
     stats: Stats
+    sequences: list[SequenceState] | None = None
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="rejected"):

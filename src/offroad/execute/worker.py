@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,8 @@ from offroad.execute.prepare import Prepared, Preparing
 # What the loop takes: what the server asks for, and requests that are prepared.
 Work = Command | Prepared
 CALLS = ("check", "reset_prefix_cache")
+# Sequences are described so often, not at each step: with many of them that would take longer than all the rest here.
+SEQUENCES_SECONDS = 0.5
 Factory = Callable[..., Any]
 
 
@@ -136,6 +139,7 @@ def _fail(pipe: Pipe, error: Exception, doing: str) -> int:
 def _loop(engine: Any, pipe: Pipe) -> None:
     """Takes every command that has come, then runs a step; sleeps when there is neither."""
     preparing = Preparing(engine.prepare, pipe.commands.put, pipe.send)
+    described = -SEQUENCES_SECONDS
     while True:
         commands: list[Work] = [] if engine.has_work() else [pipe.commands.get()]
         while not pipe.commands.empty():
@@ -145,8 +149,10 @@ def _loop(engine: Any, pipe: Pipe) -> None:
                 return
             _handle(engine, command, pipe, preparing)
         # A step also after commands alone: it brings the events of what they have aborted.
-        events = engine.step()
-        pipe.send(Events(events, engine.stats()))
+        events, sequences = engine.step(), None
+        if (now := time.monotonic()) - described >= SEQUENCES_SECONDS:
+            described, sequences = now, engine.sequences()
+        pipe.send(Events(events, engine.stats(), sequences))
 
 
 def _handle(engine: Any, command: Work, pipe: Pipe, preparing: Preparing) -> None:

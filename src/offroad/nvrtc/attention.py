@@ -66,8 +66,8 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     sizes = (1, 4) if problem.phase != "prefill" else (chunk_tiles(dim),)
     kernels = {tiles: launch.load(source(dim, tiles, e5m2), "attention", ARGS) for tiles in sizes}
     # Spans are whole tiles of keys, whose size goes with the tiles of rows: what adds splits must know the same ones.
-    finish = {tiles: launch.load(source(dim, tiles, e5m2), "finish", ARGS) for tiles in sizes}
-    store = launch.load(source(dim, sizes[0], e5m2), "store", ARGS)
+    finish = {tiles: launch.load(source(dim, tiles, e5m2), "finish", ARGS, shares=False) for tiles in sizes}
+    store = launch.load(source(dim, sizes[0], e5m2), "store", ARGS, shares=False)
 
     def attention(
         q: torch.Tensor,
@@ -80,7 +80,7 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
         q, k, v = _usable(q), _usable(k), _usable(v)
         _check(q, k, v, view, e5m2)
         tokens, heads, _ = q.shape
-        count, widest = len(rows.slot), int(rows.width.max())
+        count, widest = len(rows.slot), int(rows.width.max(initial=0))
         packed = widest * (heads // spec.kv_heads)
         tiles = next((size for size in sizes if packed <= 8 * size), sizes[-1])
         visible = view.table.shape[1] * view.block

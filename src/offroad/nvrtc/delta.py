@@ -17,6 +17,9 @@ from offroad.run.rows import RingView, Rows
 ARGS = "@14P5q8i2f"  # `Args` of the kernels
 MAX_KEY_DIM = 128  # numbers of the state that a thread keeps in registers
 MAX_VALUE_DIM = 1024
+PART = 32  # tokens of a chunk that are solved for at once
+# Below, rounding the state to halves shows in outputs that are normed over few columns: chunks go token after token.
+LEAST_DIM = 16
 SEGMENT = 32  # tokens that a thread of the convolution takes
 THREADS = 256
 _SHAPES = Shapes.of(
@@ -38,10 +41,34 @@ def source(key_dim: int, value_dim: int, taps: int) -> Source:
     return Source("delta.cu", defines, 4 * (4 * key_dim + 2 * warps))
 
 
+def chunk_source(key_dim: int, value_dim: int) -> Source:
+    """For chunks: queries (then updates), keys, the state, two matrices of PART, weights, two of values, tokens."""
+    keys, columns = -(-key_dim // 16) * 16, slice_of(value_dim)
+    updates = 4 * PART * (columns + 8)
+    shared = max(2 * PART * (keys + 8), updates) + 2 * PART * (keys + 8) + 2 * keys * (columns + 8)
+    shared += 8 * PART**2 + 2 * PART * (PART + 8) + 8 * PART * (columns + 4) + 20 * PART
+    return Source("delta_chunk.cu", (("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)), shared)
+
+
+def takes_parts(key_dim: int, value_dim: int) -> bool:
+    return min(key_dim, value_dim) >= LEAST_DIM
+
+
+def slice_of(value_dim: int) -> int:
+    """Columns of a head that a block has."""
+    return 64 if value_dim >= 64 else -(-value_dim // 16) * 16
+
+
 def bind(device: DeviceProfile, problem: Problem) -> Bound:
-    """The op `gated_delta`, for verify rows and chunks alike."""
-    made = source(problem.size("key_dim"), problem.size("value_dim"), problem.size("kernel"))
-    convolve, rule = launch.load(made, "convolve", ARGS), launch.load(made, "rule", ARGS)
+    """The op `gated_delta`: verify rows token after token, chunks in parts of PART."""
+    key_dim, value_dim = problem.size("key_dim"), problem.size("value_dim")
+    made = source(key_dim, value_dim, problem.size("kernel"))
+    convolve, rule = launch.load(made, "convolve", ARGS, shares=False), launch.load(made, "rule", ARGS)
+    in_parts = problem.phase == "prefill" and takes_parts(key_dim, value_dim)
+    if in_parts:
+        chunked, slices = chunk_source(key_dim, value_dim), -(-value_dim // slice_of(value_dim))
+        chunk = launch.load(chunked, "chunk", ARGS)
+        gated_norm = launch.load(chunked, "gated_norm", ARGS, shares=False)
 
     def gated_delta(
         qkvz: torch.Tensor,
@@ -68,7 +95,12 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
             *(rows.verify, int(spec.gate == "silu"), 0, eps, 0.0),
         )
         convolve.launch((-(-spec.channels // THREADS), count, -(-widest // SEGMENT)), THREADS, *arguments)
-        rule.launch((spec.value_heads, count, 1), -(-spec.value_dim // 32) * 32, *arguments)
+        chunks = count - rows.verify if in_parts else 0
+        if alone := count - chunks:
+            rule.launch((spec.value_heads, alone, 1), -(-spec.value_dim // 32) * 32, *arguments)
+        if chunks:
+            chunk.launch((spec.value_heads * slices, chunks, 1), THREADS, *arguments)
+            gated_norm.launch((spec.value_heads, chunks, -(-widest // 8)), THREADS, *arguments)
         return out
 
     return gated_delta
@@ -102,4 +134,9 @@ def limits(problem: Problem) -> str | None:
     return f"takes value heads up to {MAX_VALUE_DIM}; asked: {value_dim}" if value_dim > MAX_VALUE_DIM else None
 
 
-KERNELS = (CudaKernel("cuda.sm70_gated_delta", "gated_delta", bind, limits, features=frozenset({"silu", "sigmoid"})),)
+def shared_of(problem: Problem) -> int:
+    dims = problem.size("key_dim"), problem.size("value_dim")
+    return chunk_source(*dims).shared if problem.phase == "prefill" and takes_parts(*dims) else 0
+
+
+KERNELS = (CudaKernel("cuda.sm70_gated_delta", "gated_delta", bind, limits, shared_of, frozenset({"silu", "sigmoid"})),)

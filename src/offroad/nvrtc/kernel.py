@@ -18,7 +18,8 @@ class CudaKernel:
 
     `limits` says why a problem is not for it (None: it is), `shared` gives the bytes of shared memory of its largest
     tile, `bind` the callable for a problem, `layout` the packed layout of weights that it reads, `cost` orders it among
-    candidates. `capabilities` are those whose instructions it is written for.
+    candidates. `capabilities` are those whose instructions it is written for, `workspace` gives the bytes that a call
+    takes besides its output, `kept` those of the memory that all kernels share.
     """
 
     name: str
@@ -31,6 +32,7 @@ class CudaKernel:
     layout: str = ""
     cost: float = 1.0
     reference: bool = False
+    workspace: Callable[[Problem], int] = lambda problem: 0
     capturable: bool = True  # lengths are read on the device, grids depend on a step's shape
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
@@ -50,7 +52,8 @@ class CudaKernel:
         needed, there = self.shared(problem), device.shared_per_block
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
-        return Verdict(True, "CUDA C++ kernel, compiled by NVRTC", cost=self.cost, layout=self.layout)
+        reason = "CUDA C++ kernel, compiled by NVRTC"
+        return Verdict(True, reason, self.cost, self.layout, temporary=self.workspace(problem))
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.bind(device, problem)

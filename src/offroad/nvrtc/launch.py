@@ -35,7 +35,10 @@ class Function:
     handle: Any
 
     def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
-        """Starts the kernel on torch's current stream. Raises LaunchError with the driver's name of the failure."""
+        """Starts the kernel on torch's current stream; an empty grid has nothing to do. Raises LaunchError with the
+        driver's name of the failure."""
+        if 0 in grid:
+            return
         from cuda.bindings import driver
 
         arguments = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
@@ -48,22 +51,23 @@ class Function:
             raise LaunchError(f"kernel {self.name}", found=f"{status.name} for grid {grid}, {threads} threads")
 
 
-def load(source: Source, name: str, layout: str) -> Function:
+def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
     """The kernel `name` of a source, for torch's current device; compiled and loaded once. `layout` is that of its
-    argument struct, as in `struct`. Raises KernelCompileError and LaunchError."""
-    return _load(source, name, layout, torch.cuda.current_device())
+    argument struct, as in `struct`; `shares`: it uses the source's shared memory, which else would keep blocks off an
+    SM. Raises KernelCompileError and LaunchError."""
+    return _load(source, name, layout, shares, torch.cuda.current_device())
 
 
 @cache
-def _load(source: Source, name: str, layout: str, device: int) -> Function:
+def _load(source: Source, name: str, layout: str, shares: bool, device: int) -> Function:
     from cuda.bindings import driver
 
     module = _module(source, device)
     handle = _checked(driver.cuModuleGetFunction(module, name.encode()), source)
-    if source.shared > STATIC_SHARED:
+    if shares and source.shared > STATIC_SHARED:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(handle, attribute, source.shared), source)
-    return Function(name, struct.Struct(layout), source.shared, handle)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, handle)
 
 
 @cache

@@ -25,6 +25,7 @@ _ORDER = {
 }
 _BITS_BELOW = {"f8": 8, "f4": 14, "q4": 0, "q8": 0}  # a kernel reads such numbers this many powers of two too small
 _LARGEST = 6  # the largest scale is scaled to (2^5, 2^6]: products with it are far from both ends of fp16
+_FURTHEST = 6e4  # the zero that is furthest from 0, in fp16
 _ROWS = 1 << 12  # output columns packed at a time
 
 
@@ -35,6 +36,7 @@ class LaneTiles(Packed):
     - `q4`, `f8`, `f4` or `q8`: uint8 [n / 32, k / chunk, 32, 16]: lane l has column 8 (l / 4 % 4) + l % 4 + 4 (l / 16)
       of the 32; columns beyond n are 0;
     - `s`: fp16 [n / 32, groups, 32] by lane, or for integers [.., 32, 2] of scale and minus zero: w = (q - zero) * s.
+      A group whose weights are all its minimum (GGUF has such, with scale 0) has q 0 and that as its scale.
 
     Scales are divided by `alpha`, a power of two that keeps them in the middle of fp16's range.
     """
@@ -68,6 +70,8 @@ def pack(weight: Packed) -> LaneTiles:
     if reason is not None:
         raise PlanError("weight for the SM70 kernels", found=reason, next="--kernel linear=torch.linear")
     kind = KINDS[weight.layout]
+    if "m" in weight.tensors:
+        weight = _without_flat_groups(weight)
     scale, minimum = weight.tensors["s"].float(), weight.tensors.get("m")
     largest = float(scale.abs().max())
     alpha = 2.0 ** (math.ceil(math.log2(largest)) - _LARGEST) if largest > 0 else 1.0
@@ -81,6 +85,18 @@ def pack(weight: Packed) -> LaneTiles:
     return LaneTiles(
         LAYOUT, weight.n, weight.k, tensors, weight.group, weight.bias, alpha=alpha * 2.0 ** _BITS_BELOW[kind]
     )
+
+
+def _without_flat_groups(weight: Packed) -> Packed:
+    """The weight with groups of one number written as (0 + 1) * s: minima that are no multiple of a scale that fp16
+    holds have no zero."""
+    s, m = weight.tensors["s"].float(), weight.tensors["m"].float()
+    flat = (m != 0) & (m.abs() > _FURTHEST * s.abs())
+    if not bool(flat.any()):
+        return weight
+    q, codes = weight.tensors["q"], 2 if weight.layout == "affine4" else 1
+    columns = flat.repeat_interleave(weight.group // codes, dim=1)[:, : q.shape[1]]
+    return replace(weight, tensors=weight.tensors | {"s": torch.where(flat, m, s), "q": q.masked_fill(columns, 0)})
 
 
 def _lanes(device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Report:
         """Blocks that an SM holds at once."""
         threads = _THREADS.get(self.variant.kernel, 256)
         taken = -(-self.registers // 8) * 8 * threads
-        by_shared = _SM_SHARED[self.target] // self.variant.source.shared if self.variant.source.shared else 32
+        by_shared = _SM_SHARED[self.target] // self.variant.shared if self.variant.shared else 32
         return min(_SM_REGISTERS // taken, by_shared, _SM_THREADS[self.target] // threads)
 
     @property
@@ -105,7 +105,7 @@ def table(found: list[Report]) -> str:
     for report in found:
         variant = report.variant
         lines.append(
-            f"| {variant.label} | {report.target} | {variant.source.shared:,} | {report.registers} | {report.spilled} "
+            f"| {variant.label} | {report.target} | {variant.shared:,} | {report.registers} | {report.spilled} "
             f"| {report.tensor_instructions} | {report.blocks} | {variant.launch} | {variant.bytes / 1e6:,.2f} "
             f"| {variant.operations / 1e9:,.3f} | {report.milliseconds:.4f} |"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offroad.nvrtc import attention, delta, linear, rows
+from offroad.nvrtc import attention, delta, linear, rows, workspace
 from offroad.nvrtc.compile import Source
 
 CONTEXT = 16_384  # tokens behind a decode row
@@ -15,7 +15,8 @@ CHUNK = 512  # tokens of a prefill chunk, over as many older ones as CONTEXT
 @dataclass(frozen=True)
 class Variant:
     """A kernel of a source. `launch` says what the figures are for: bytes from and to memory, and operations (two a
-    multiply-add). `tensor`: its SASS must have tensor-core instructions."""
+    multiply-add). `tensor`: its SASS must have tensor-core instructions; `shares`: it uses the source's shared
+    memory."""
 
     source: Source
     kernel: str
@@ -23,6 +24,11 @@ class Variant:
     bytes: int
     operations: int
     tensor: bool = False
+    shares: bool = True
+
+    @property
+    def shared(self) -> int:
+        return self.source.shared if self.shares else 0
 
     @property
     def label(self) -> str:
@@ -74,24 +80,43 @@ def _linear() -> Iterator[Variant]:
     n, k = 34_816, 5_120
     for kind, bits, group, scale in _KINDS:
         weights = n * k * bits // 8 + n * k // group * scale
+        scales = linear.CHUNK[kind] // 16 if group == 16 else 1
         for tiles, tokens in ((1, 1), (2, 16), (4, 32), (8, CHUNK)):
             yield Variant(
-                linear.source(kind, tiles, linear.CHUNK[kind] // 16 if group == 16 else 1),
+                linear.source(kind, tiles, scales),
                 "linear",
                 f"{tokens} tokens, {n} x {k}, group {group}",
                 weights + 2 * tokens * (n + k),
                 2 * tokens * n * k,
                 True,
             )
+        columns = workspace.slab(n, k)
+        yield Variant(
+            workspace.source(kind, scales),
+            "dequantise",
+            f"{columns} x {k}, group {group}",
+            weights * columns // n + 2 * columns * k,
+            2 * columns * k,
+        )
 
 
 def _delta() -> Iterator[Variant]:
     """Qwen3.5's heads, and small ones that models for tests have."""
     for heads, dim, channels in ((48, 128, 10_240), (8, 16, 256)):
         made = delta.source(dim, dim, 4)
-        yield Variant(made, "convolve", f"1 token, {channels} channels", channels * (2 * 5 + 16), 8 * channels)
+        taps = channels * (2 * 5 + 16)
+        yield Variant(made, "convolve", f"1 token, {channels} channels", taps, 8 * channels, shares=False)
         state = heads * dim * dim
         yield Variant(made, "rule", f"1 token, {heads} heads", 2 * 4 * state, 7 * state)
+        chunk, part, width = delta.chunk_source(dim, dim), delta.PART, heads * dim
+        blocks = heads * -(-dim // delta.slice_of(dim))
+        # A part and block: two products of keys, and for each of its columns three with the state, two with a matrix.
+        each = 2 * part * (2 * part * dim + delta.slice_of(dim) * (3 * dim + 2 * part))
+        moved = CHUNK * (channels * 2 + width * 2) + 2 * 4 * state
+        yield Variant(chunk, "chunk", f"{CHUNK} tokens, {heads} heads", moved, CHUNK // part * blocks * each, True)
+        yield Variant(
+            chunk, "gated_norm", f"{CHUNK} tokens, {heads} heads", CHUNK * width * 6, CHUNK * width * 8, shares=False
+        )
 
 
 def _rows() -> Iterator[Variant]:

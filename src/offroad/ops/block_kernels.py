@@ -33,6 +33,7 @@ class PartsKernel:
     function: Bound
     reference: bool = False
     capturable: bool = True  # if its parts are
+    invariant: bool = True  # likewise
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         return Verdict(True, "each part by the kernel of its own cell", cost=10.0)
@@ -49,6 +50,7 @@ class FusedCpuKernel:
     op: str
     bind: Callable[[], Bound]
     reference: bool = False
+    invariant: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cpu":

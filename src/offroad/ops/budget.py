@@ -31,6 +31,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "floa
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 ROWS_SHARE = 1 / 32  # of the budget: the most that states for drafts may take
 _KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
+SAMPLER_BYTES = 100 * 1024**2  # sorted logits and noise: see `sample.sampler`
+LIBRARY_BYTES = 2 * 32 * 1024**2  # torch's GEMMs keep as much for each stream: that of steps, and that of captures
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -46,9 +48,35 @@ class Dtypes:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Bytes of a step beside weights and caches, and who asks for most: `activations` and what the sampler sorts;
+    `kept` for `keeper`, which kernels share; `temporary`, which `taker` takes for a call; and what libraries keep."""
+
+    activations: int = 0
+    kept: int = 0
+    keeper: str = ""
+    temporary: int = 0
+    taker: str = ""
+    libraries: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.kept + self.temporary + self.libraries
+
+    def describe(self) -> str:
+        """The parts for a person."""
+        mib = 1024**2
+        parts = [f"{self.activations / mib:.0f} MiB of activations"]
+        parts += [f"{self.kept / mib:.1f} MiB kept for {self.keeper}"] if self.kept else []
+        parts += [f"{self.temporary / mib:.1f} MiB in calls of {self.taker}"] if self.temporary else []
+        parts += [f"{self.libraries / mib:.0f} MiB of torch's libraries"] if self.libraries else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class Memory:
     """The byte budget. Blocks include block 0, the bin, which nothing is read from; `tables` are tokens, block tables
-    and angles."""
+    and angles, `workspace` is the sum of `workspaces`."""
 
     total: int
     budget: int
@@ -64,6 +92,7 @@ class Memory:
     checkpoint_bytes: int
     checkpoints: int
     graphs: int = 0
+    workspaces: Workspace = Workspace()
 
     @property
     def kv(self) -> int:
@@ -187,14 +216,15 @@ def _packed_bytes(choice: Choice, linear: LinearSpec, headers: Headers, dtype: s
     if choice.layout == "dense":
         return linear.n * linear.k * ITEMSIZE[dtype]
     stored = [headers[name] for name in linear.tensors(headers) if name in headers]
+    fused = layout_of(tuple(header.kind for header in stored)) if stored else ""
     whole = sum(prod(h.shape) for h in stored)
     share = linear.n * linear.k / max(1, whole)
-    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1]) for h in stored) * share)
+    return int(sum(prod(h.shape) * _width(h.kind, choice.layout, h.shape[-1], fused) for h in stored) * share)
 
 
-def _width(kind: str, layout: str, k: int) -> float:
+def _width(kind: str, layout: str, k: int, fused: str = "") -> float:
     """Bytes that a weight stored as `kind` takes in memory: its code, and its share of fp32 scales (and minima). CPU
-    kernels widen what they cannot read."""
+    kernels widen what they cannot read. `fused`: the canonical layout of all parts, if there are others."""
     family, own = kind.partition(".")[0], layout.startswith("cpu.")
     if family in ITEMSIZE_OF_KIND:
         return 4.0 if own and kind == "f16" else ITEMSIZE_OF_KIND[family]
@@ -203,7 +233,7 @@ def _width(kind: str, layout: str, k: int) -> float:
         scales = 1 if "nvfp4" in kind else {"fp8": 4, "fp4": 2, "gguf": 8}.get(family, 4)
         return (0.5 if layout == "triton.w4" else 1.0) + scales / group
     if layout.startswith("cuda."):  # scales in 16 bits, of integers as many zeros
-        four_bits = layout_of((kind,)) in ("affine4", "fp4")
+        four_bits = (fused or layout_of((kind,))) in ("affine4", "fp4")
         return (0.5 if four_bits else 1.0) + (2 if family in ("fp8", "fp4") else 4) / group
     if family == "fp8":
         return 4.0 if own else 1 + 4 / group
@@ -221,14 +251,30 @@ class Budget:
     notes: tuple[str, ...]
 
 
-def _workspace(spec: ModelSpec, settings: Settings) -> int:
-    """Bytes of activations in a step: the residual stream, the widest fused projection, and the logits."""
+def workspace_of(
+    spec: ModelSpec, device: DeviceProfile, settings: Settings, cells: dict[Cell, Choice] | None = None
+) -> Workspace:
+    """What a step takes: the residual stream, the widest fused projection, the experts' outputs as they are summed, and
+    the logits; of kernels what the neediest asks for, since they run in turn."""
     widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
     widths += [linear.n for linear in spec.linears if linear.op == "linear"]
     widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
+    summed = max((3 * spec.hidden * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
     streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
-    wide = (3 + streams) * spec.hidden + 2 * max(widths)
-    return 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
+    wide = (3 + streams) * spec.hidden + max(2 * max(widths), summed)
+    activations = 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
+    choices = list((cells or {}).values())
+    keeper = max(choices, key=lambda choice: choice.workspace, default=None)
+    taker = max(choices, key=lambda choice: choice.temporary, default=None)
+    cuda = device.kind == "cuda"
+    return Workspace(
+        activations + cuda * SAMPLER_BYTES,
+        keeper.workspace if keeper else 0,
+        keeper.kernel if keeper else "",
+        taker.temporary if taker else 0,
+        taker.kernel if taker else "",
+        cuda * LIBRARY_BYTES,
+    )
 
 
 def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:
@@ -256,12 +302,12 @@ def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int
     return twice + min(twice, max(chunks, spare)) + 1
 
 
-def _too_little(wanted: int, room: int, fits: int, taken: int, need: int) -> PlanError:
+def _too_little(wanted: int, room: int, fits: int, taken: int, need: int, workspace: Workspace) -> PlanError:
     """`room` bytes hold `fits` tokens, where a context of `wanted` tokens needs `need` bytes."""
     return PlanError(
         f"memory for a context of {wanted} tokens",
         found=f"{room:,} bytes for {fits} tokens after {taken:,} bytes of weights, windows, states, tables and "
-        "workspace",
+        f"workspace ({workspace.describe()})",
         accepted=f"{need:,} bytes",
         next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
     )
@@ -276,14 +322,16 @@ def divide(
     block: int,
     k: int,
     graphs: int = 0,
+    cells: dict[Cell, Choice] | None = None,
 ) -> Budget:
     """Divides the memory among weights, slots, windows, checkpoints and history; `graphs` bytes are taken already.
+    `cells`: whose kernels need memory of their own.
 
     Raises PlanError with both numbers."""
     if settings.max_model_len > spec.max_len:
         raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
-    workspace = _workspace(spec, settings)
+    workspace = workspace_of(spec, device, settings, cells)
     history, window = block_bytes(spec, dtypes, block)
     slots = settings.max_num_seqs + 1  # slot 0 is the bin
     slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)
@@ -291,7 +339,7 @@ def divide(
     wanted = settings.max_model_len or spec.max_len
     window_blocks = _window_blocks(settings, keep, k, block, budget // (_KEPT_WINDOWS * max(window, 1))) if keep else 0
     tables = _table_bytes(spec, wanted + k + 1, slots, block)
-    fixed = weights + graphs + workspace + tables + slots * slot + window_blocks * window
+    fixed = weights + graphs + workspace.total + tables + slots * slot + window_blocks * window
     room = budget - fixed
     limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
     if settings.kv_cache_memory_bytes:
@@ -302,7 +350,8 @@ def divide(
     blocks = room // history if history else settings.max_num_seqs * -(-wanted // block) + 1
     fits = max(0, blocks - 2) * block
     if fits < (settings.max_model_len or min(wanted, 256)):
-        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, (-(-wanted // block) + 2) * history)
+        need = (-(-wanted // block) + 2) * history
+        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, need, workspace)
     max_len = min(wanted, fits)
     notes = () if max_len == wanted else (f"context {max_len} of the model's {wanted}: what fits in memory",)
     tables = _table_bytes(spec, max_len + k + 1, slots, block)
@@ -312,7 +361,7 @@ def divide(
         device.memory,
         budget,
         weights,
-        workspace,
+        workspace.total,
         tables,
         history,
         blocks,
@@ -323,5 +372,6 @@ def divide(
         each,
         places,
         graphs,
+        workspace,
     )
     return Budget(memory, max_len, notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from offroad.device.profile import DeviceProfile
@@ -19,7 +19,7 @@ from offroad.models.spec import (
     ScoredMoeSpec,
     SparseMlaSpec,
 )
-from offroad.ops.spec import Kernel, Problem, Registry, Verdict
+from offroad.ops.spec import Kernel, Load, Problem, Registry, Verdict
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
@@ -47,13 +47,16 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved."""
+    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved;
+    `workspace`: bytes that a call takes besides its output."""
 
     kernel: str
     reason: str
     problem: Problem
     layout: str = ""
     refused: tuple[Refusal, ...] = ()
+    workspace: int = 0  # bytes, as in Verdict
+    temporary: int = 0
 
 
 @dataclass(frozen=True)
@@ -233,9 +236,10 @@ def _kernel(cells: dict[Cell, Choice], layer: int, shared: int, op: str, phase: 
 class Resolver:
     """Asks every candidate of every cell, and takes the cheapest that agrees on a layout within its group."""
 
-    def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings) -> None:
-        self.registry, self.device = registry, device
+    def __init__(self, registry: Registry, device: DeviceProfile, settings: Settings, load: Load = Load()) -> None:
+        self.registry, self.device, self.load = registry, device, load
         self.allow_reference = settings.allow_reference or device.kind == "cpu"
+        self.invariant = settings.batch_invariant
         self.forced = self._forced(settings.kernel)
         self.check = lru_cache(maxsize=None)(self._check)
 
@@ -258,19 +262,22 @@ class Resolver:
             return Verdict(False, f"--kernel names {forced}")
         if kernel.reference and not self.allow_reference:
             return Verdict(False, "a reference kernel, slow on a GPU; allow it with --allow-reference")
+        if problem.invariant and not self.registry.invariant(name):
+            return Verdict(False, "--batch-invariant: what it gives for a row may depend on how many rows there are")
         return kernel.check(self.device, problem)
 
     def resolve(self, group: Group) -> dict[Cell, Choice]:
         """A choice for each cell of the group; cells without a kernel have kernel ""."""
         verdicts: list[dict[str, Verdict]] = []
-        for cell, problem in group.cells:
+        cells = [(cell, replace(problem, invariant=self.invariant, load=self.load)) for cell, problem in group.cells]
+        for cell, problem in cells:
             forced = self.forced.get(cell.op, self.forced.get(problem.op))
             names = [kernel.name for kernel in self.registry.candidates(problem.op)]
             verdicts.append({name: self.check(name, problem, forced) for name in names})
         layout = self._layout(verdicts)
         return {
             cell: self._choose(problem, verdict, layout)
-            for (cell, problem), verdict in zip(group.cells, verdicts, strict=True)
+            for (cell, problem), verdict in zip(cells, verdicts, strict=True)
         }
 
     @staticmethod
@@ -304,5 +311,7 @@ class Resolver:
             else:
                 reason = f"costs more ({verdict.cost:g} against {able[chosen].cost:g})"
             refused.append(Refusal(name, reason))
-        reason = able[chosen].reason if chosen else "no kernel" if verdicts else _SPECIFIED
-        return Choice(chosen, reason, problem, able[chosen].layout if chosen else "", tuple(refused))
+        if not chosen:
+            return Choice("", "no kernel" if verdicts else _SPECIFIED, problem, refused=tuple(refused))
+        taken = able[chosen]
+        return Choice(chosen, taken.reason, problem, taken.layout, tuple(refused), taken.workspace, taken.temporary)

@@ -44,6 +44,7 @@ class CpuKernel:
     cost: float = 1.0
     layout: str = ""
     reference: bool = False
+    invariant: bool = True
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cpu":

@@ -20,8 +20,9 @@ from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
 from offroad.ops.capture import GraphPlan, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
+from offroad.ops.invariant import invariant_notes
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
-from offroad.ops.spec import Registry
+from offroad.ops.spec import Load, Registry
 from offroad.settings import Settings
 from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
@@ -58,6 +59,7 @@ class Plan:
     notes: tuple[str, ...]
     fingerprint: str
     graphs: GraphPlan = GraphPlan()
+    batch_invariant: bool = False
 
     def layout(self, layer: int, use: str) -> str:
         """The packed layout of the weight that the cells `use` of `layer` (or MODEL) read, e.g. "linear:qkv"."""
@@ -95,6 +97,7 @@ class Plan:
             f"checkpoints {m.checkpoints} x {m.checkpoint_bytes / 1024:.0f} KiB | "
             f"tables {m.tables / mib:.0f} MiB | workspace {m.workspace / mib:.0f} MiB | "
             f"headroom {m.headroom / mib:.0f} MiB",
+            f"workspace       {m.workspaces.describe()}",
             f"room            {held:,} tokens of history: {held / self.max_len:.1f} sequences of the whole context",
             f"bound           {_bound(self.bound, self.max_num_seqs)}",
             *(f"note            {note}" for note in self.notes),
@@ -123,12 +126,14 @@ class Plan:
                 "window_bytes",
                 "ranks",
                 "state_bytes",
+                "batch_invariant",
                 "notes",
                 "fingerprint",
             )
         }
         memory = asdict(self.memory) | {
             "kv": self.memory.kv,
+            "states": self.memory.states,
             "used": self.memory.used,
             "headroom": self.memory.headroom,
         }
@@ -289,7 +294,9 @@ def _resolved(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dty
             f"no kernel for {len(open_cells)} cells on {resolver.device.name}",
             found="\n" + "\n".join(explain_cells(open_cells)),
             accepted="a kernel for every layer, op and phase",
-            next="--allow-reference runs them slowly; or choose another dtype or device"
+            next="run without --batch-invariant, if that is what kernels are refused for"
+            if resolver.invariant
+            else "--allow-reference runs them slowly; or choose another dtype or device"
             if all(choice.refused for choice in open_cells.values())
             else f"offroad plans {spec.family} models and cannot run them yet: choose another model",
         )
@@ -317,17 +324,21 @@ def plan(
     spec = shard(drafting(spec, headers, drafter), ranks)
     k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
     check_groups(spec, headers, ranks)
-    resolver = Resolver(registry, device, settings)
-    block = bytes_of.block_of(spec)
+    block, length = bytes_of.block_of(spec), settings.max_model_len or spec.max_len
+    load = Load(
+        settings.max_num_seqs, k + 1, min(settings.max_num_batched_tokens, length * settings.max_num_seqs), length
+    )
+    resolver = Resolver(registry, device, settings, load)
     store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
     if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
         store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
     spec = spec.storing(store)
+    notes += invariant_notes(settings, block, k)
     cells = _resolved(spec, headers, resolver, dtypes, block)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes)
+    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes, cells)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
@@ -349,6 +360,7 @@ def plan(
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
         graphs=graphs,
+        batch_invariant=settings.batch_invariant,
         memory=divided.memory,
         drafter=drafter,
         notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
@@ -375,6 +387,8 @@ def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> s
     """Names what computes: model spec, how weights are stored, kernels by cell, dtypes, block, toolchain versions. Not
     sizes of pools, nor the name that the model is served by."""
     named = {name: values[name] for name in ("dtype", "kv_dtype", "block", "k")}
+    if values["batch_invariant"]:
+        named["batch_invariant"] = True
     named["ranks"] = values["ranks"]
     named["stored"] = sorted((header.name, header.kind, header.shape) for header in headers.values())
     named["toolchain"] = values["device"].toolchain

@@ -32,6 +32,16 @@ class OpSpec:
 
 
 @dataclass(frozen=True)
+class Load:
+    """The most that a step holds: rows, tokens of a verify row, tokens, and positions of a sequence."""
+
+    rows: int = 0
+    width: int = 1
+    tokens: int = 0
+    length: int = 0
+
+
+@dataclass(frozen=True)
 class Problem:
     """What a cell needs of a kernel: sizes by name, dtypes, and flags such as "window" or "qk_norm"."""
 
@@ -43,6 +53,8 @@ class Problem:
     features: frozenset[str] = frozenset()
     stored: tuple[str, ...] = ()  # linear: how the checkpoint stores each part
     parts: tuple[tuple[str, str], ...] = ()  # a block: its parts and the kernel that the plan has for each
+    invariant: bool = False  # a row's result must not depend on the rows beside it (--batch-invariant)
+    load: Load = Load()
 
     def size(self, name: str) -> int:
         return dict(self.sizes)[name]
@@ -50,13 +62,17 @@ class Problem:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a kernel takes a problem on a device. `cost` orders candidates (estimated seconds, or a rank)."""
+    """Whether a kernel takes a problem on a device. `cost` orders candidates (estimated seconds, or a rank).
+
+    `workspace`: bytes of the memory that all kernels share, which is there from the start; `temporary`: bytes that it
+    asks for when it is called, beside its result. Both for the problem's load."""
 
     ok: bool
     reason: str
     cost: float = 0.0
     layout: str = ""  # linear: the packed layout it reads
     workspace: int = 0
+    temporary: int = 0
 
     def __post_init__(self) -> None:
         assert self.reason, "a verdict needs a reason"
@@ -74,6 +90,10 @@ class Kernel(Protocol):
 
     A kernel may have `capturable`, which says that a CUDA graph can hold its calls: of a step's values it reads what
     lies on the device only, and it waits for nothing. Without it, it is not.
+
+    It may have `invariant`, which says that for a problem that asks so a row's result is bit for bit the same whatever
+    rows are beside it, however many they are, and wherever a prompt is cut at a multiple of a block. Without it, it is
+    not.
     """
 
     name: str
@@ -104,6 +124,10 @@ class Registry:
     def capturable(self, name: str) -> bool:
         """Whether a CUDA graph can hold the kernel."""
         return getattr(self.kernels[name], "capturable", False)
+
+    def invariant(self, name: str) -> bool:
+        """Whether the kernel can keep rows apart: see `Kernel`."""
+        return getattr(self.kernels[name], "invariant", False)
 
     def candidates(self, op: str) -> list[Kernel]:
         return [kernel for kernel in self.kernels.values() if kernel.op == op]

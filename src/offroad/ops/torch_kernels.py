@@ -9,7 +9,7 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.models.spec import AttentionSpec
-from offroad.ops import attention, linear
+from offroad.ops import attention, linear, moe
 from offroad.ops.spec import Bound, Problem, Registry, Verdict, refuse
 from offroad.quant.packed import PER_BYTE, Packed
 from offroad.quant.scheme import layout_of
@@ -102,6 +102,12 @@ def _sdpa(device: DeviceProfile, problem: Problem) -> Verdict:
     return Verdict(True, "gathers pages, then torch's fused attention a row")
 
 
+def _route(device: DeviceProfile, problem: Problem) -> Verdict:
+    if device.kind != "cuda":
+        return refuse(f"four launches of a GPU; device: {device.kind}")
+    return Verdict(True, "softmax and top-k of torch")
+
+
 def register(registry: Registry) -> None:
     """Adds the reference kernel of every op, then torch's own."""
     for op in registry.ops.values():
@@ -116,4 +122,5 @@ def register(registry: Registry) -> None:
         registry.add(TorchKernel(name, op.name, op.reference, REFERENCE_COST, True, test, fixed))
     registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense, capturable=True))
     registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense, capturable=True))
+    registry.add(TorchKernel("torch.route", "route", moe.route, test=_route, capturable=True))
     registry.add(TorchKernel("torch.sdpa", "attention", sdpa_attention, test=_sdpa))

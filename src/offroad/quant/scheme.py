@@ -13,7 +13,7 @@ from math import gcd
 import numpy as np
 import torch
 
-from offroad.quant.packed import PER_BYTE, Packed, dequantise
+from offroad.quant.packed import PER_BYTE, Packed, dequantise, group_of
 from offroad.weights.source import Stored
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -124,6 +124,13 @@ def layout_of(kinds: tuple[str, ...]) -> str:
     if len(layouts) == 1 and layouts <= PER_BYTE.keys():
         return layouts.pop()
     return "affine8" if layouts == {"affine4", "affine8"} else "dense"
+
+
+def fused_group(kinds: tuple[str, ...], k: int) -> int:
+    """The group of parts stored as `kinds` once they are one weight, as `layout_of` is its layout; 0 where groups that
+    differ do not divide k, and `fuse` makes the parts dense."""
+    groups = {_AFFINE[kind][1] if kind in _AFFINE else group_of(kind, k) for kind in kinds}
+    return gcd(*groups) if len(groups) == 1 or not any(k % group for group in groups) else 0
 
 
 def canonical(stored: Stored) -> Packed:

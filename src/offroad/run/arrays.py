@@ -135,17 +135,17 @@ class Arrays:
 
     def rows(self, step: Step) -> Rows:
         """The step's rows as tensors. Where a row wants something, a chunk's last token is wanted, and all of a verify
-        row's: its pending one and its drafts."""
+        row's: its pending one and its drafts. All tokens are where a drafter or a prompt's scores need them."""
         # Few operations: each runs cold after a forward pass, which has swept the CPU's caches.
         slot, width = step.slot, step.width
         verify = int(np.count_nonzero(step.kind == _VERIFY))
-        wanted_width = (step.wants > 0).astype(np.int32)
+        wanted_width = step.samples.astype(np.int32)
         if self.k:  # verify rows come first, and their width is a bound
             width = width.copy()
             width[:verify] = np.minimum(width[:verify], 1 + self.drafted[slot[:verify]])
             wanted_width[:verify] *= width[:verify]
         rows = self.rows_of(slot, self.length[slot], width, verify, wanted_width)
-        if not self.tapped:
+        if not (self.tapped or step.scores.any()):
             return rows
         return replace(rows, wanted=torch.arange(rows.tokens, device=self.device), scored=rows.wanted)
 

@@ -94,7 +94,7 @@ class Graphs:
         """The step's forward pass by a graph; None if there is none for it."""
         count = len(step.slot)
         size = next((size for size in self.sizes if size >= count), None)
-        if size is None or not count or (step.kind != _VERIFY).any() or not step.wants.all():
+        if size is None or not count or (step.kind != _VERIFY).any() or not step.samples.all():
             return None
         width = step.width
         if self.arrays.k:

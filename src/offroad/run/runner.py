@@ -20,8 +20,10 @@ from offroad.run.arrays import Arrays
 from offroad.run.bind import Bounds
 from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.guides import Guides
+from offroad.run.prompt import score_prompts
 from offroad.run.rows import Rows
 from offroad.run.transfer import Download
+from offroad.run.warm import Parts, Progress, prepare_triton, uses_triton
 from offroad.sample.logprobs import logprobs
 from offroad.sample.masks import Masks
 from offroad.sample.sampler import Sampler
@@ -29,6 +31,7 @@ from offroad.schedule.step import Logprobs, Step, StepResult, Want
 from offroad.speculate.make import make_drafting
 from offroad.speculate.proposer import Device, Turn
 from offroad.triton_kernels.draw import fused_draw
+from offroad.triton_kernels.memory import MEMORY
 from offroad.weights.load import Weights
 
 _LOGPROBS = int(Want.LOGPROBS)  # an enum's member makes an array's operation several times dearer
@@ -46,11 +49,14 @@ class Runner:
         bounds: dict[Cell, Bound],
         device: torch.device,
         recorder: Recorder | None = None,
+        progress: Progress = lambda fraction, note: None,
     ) -> None:
-        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here."""
+        """`recorder` makes the plan's graphs (None: CUDA's); they are captured here, when all that the plan's steps can
+        launch has been compiled: `progress` is told how far that is, `compiled` how much it was."""
         self.plan, self.model, self.device = plan, model, device
         self.arrays = Arrays(plan, spec, device, weights.kv_scales)
-        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, fused_draw(plan.device))
+        plain = None if plan.batch_invariant else fused_draw(plan.device)  # one way of drawing, whoever is beside
+        self.sampler = Sampler(plan.memory.slots, spec.vocab, device, plain)
         bound = Bounds(plan, spec, weights, bounds, self.arrays.views, device)
         self.ops = bound.model()
         self.guides: Guides | None = None  # until the engine brings what compiles grammars
@@ -58,6 +64,12 @@ class Runner:
         self.results: deque[Callable[[], StepResult]] = deque()
         self.download = Download(device, plan.depth + 1)
         self.graphs: Graphs | None = None
+        self.compiled = ""
+        if uses_triton(plan) and device.type == "cuda":
+            proposer = self.drafting.proposer if self.drafting is not None else None
+            MEMORY.reserve(device, plan.memory.workspaces.kept)
+            parts = Parts(plan, model, self.ops, self.arrays, proposer, plain, spec.vocab)
+            self.compiled = prepare_triton(parts, progress)
         if plan.graphs.rows:
             self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
 
@@ -82,11 +94,14 @@ class Runner:
         self.arrays.settle(ran.rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
         result = self._finish(step, ran)
+        if step.scores.any():
+            scored = replace(result(), prompt=score_prompts(step, ran, self.arrays))
+            result = lambda: scored  # noqa: E731 - as the others, a result to ask for
         self.results.append(result)
         if self.drafting is None:
             self.arrays.capture(step.captures, before)
             return
-        turn = Turn(step, ran.rows, result().accepted, ran.states)
+        turn = Turn(step, ran.rows, result().accepted, ran.states if self.arrays.tapped else ran.hidden)
         self.drafting.follow(turn)
         self.arrays.capture(step.captures, before)
         self.drafting.propose(turn, began)
@@ -102,7 +117,7 @@ class Runner:
         Without drafts lengths move by what is known, so the host can go on with the next step. With drafts, for guided
         sequences, and where log-probabilities are asked, it waits here.
         """
-        wanting = step.wants.nonzero()[0]
+        wanting = step.samples.nonzero()[0]
         if not len(wanting):
             self.arrays.length[step.slot] = ran.rows.start + ran.rows.width
             return lambda: self._result(step, ran, wanting, 0, np.empty(0, np.int64))

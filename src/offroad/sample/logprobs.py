@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offroad.sample.params import MAX_LOGPROBS
-from offroad.schedule.step import Logprobs
+from offroad.schedule.step import Logprobs, PromptLogprobs
 
 
 def logprobs(logits: Tensor, chosen: Tensor) -> Logprobs:
@@ -26,6 +26,13 @@ def logprobs(logits: Tensor, chosen: Tensor) -> Logprobs:
     values[:, :count] = logits.gather(-1, best) - scale
     picked = (logits.gather(-1, chosen[:, None]) - scale)[:, 0]
     return Logprobs(picked.cpu().numpy(), ids.cpu().numpy(), values.cpu().numpy())
+
+
+def prompt_logprobs(logits: Tensor, chosen: Tensor) -> PromptLogprobs:
+    """The same for tokens of a prompt, and the rank of each among all tokens: 1 and how many logits are larger."""
+    found, logits = logprobs(logits, chosen), logits.float()
+    ranks = 1 + (logits > logits.gather(-1, chosen[:, None])).sum(-1)
+    return PromptLogprobs(found.chosen, ranks.cpu().numpy(), found.top_ids, found.top)
 
 
 def _best_dense(logits: Tensor, count: int) -> Tensor:

@@ -13,7 +13,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to draw tokens and when to stop; checked when made (RequestError names the field).
 
     `logprobs` None: none; k: the chosen token's and the k best, before temperature and filters (log-softmax of the raw
-    logits). `temperature` 0 is greedy. `top_k` 0 or -1: off. `seed` None: one is drawn at submission.
+    logits); `prompt_logprobs`: the same for the prompt's tokens, which then resumes nothing. `temperature` 0 is greedy.
+    `top_k` 0 or -1: off. `seed` None: one is drawn at submission.
     """
 
     n: int = 1
@@ -58,7 +59,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("stop", len(self.stop) <= 16 and all(self.stop), "up to 16 strings that are not empty"),
             ("stop_token_ids", all(isinstance(t, int) for t in self.stop_token_ids), "token ids"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
-            ("prompt_logprobs", self.prompt_logprobs is None, "none: prompt_logprobs is not supported yet"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
+                f"0 to {MAX_LOGPROBS}",
+            ),
             ("logit_bias", all(-100 <= b <= 100 for b in (self.logit_bias or {}).values()), "biases of -100 to 100"),
         ]
         for name, ok, accepted in checks:

@@ -39,6 +39,17 @@ class DraftCounts:
             if self._in_vain == _PATIENCE:
                 self._warn()
 
+    def stats(self) -> dict[str, int | list[int]]:
+        """The counters, by their names in `Stats`."""
+        return {
+            "draft_tokens": int(self.drafted.sum()),
+            "accepted_draft_tokens": int(self.accepted.sum()),
+            "draft_rows": self.rows,
+            "undrafted_steps": self.idle_steps,
+            "drafted_by_place": self.drafted.tolist(),
+            "accepted_by_place": self.accepted.tolist(),
+        }
+
     def _warn(self) -> None:
         _log.warning(
             "drafts of method %s: none of %d was accepted in %d steps; answers are right, but slower than without. "

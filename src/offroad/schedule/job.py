@@ -9,7 +9,7 @@ import numpy as np
 
 from offroad.cache.sequence import Sequence
 from offroad.schedule.request import Request, TokenEvent, TokenLogprobs
-from offroad.schedule.step import Logprobs, Start, Want
+from offroad.schedule.step import Logprobs, PromptLogprobs, Start, Want
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -27,7 +27,8 @@ class Job(Sequence):
     `age` orders sequences by arrival. `limit`: known tokens at which it ends. `leader`: the sibling whose prompt it
     waits for; `shared`: siblings need not wait for this one (any more). `starved`: the last step that was in flight
     when memory was missing, -1: it was not. `last`: the last step that it was in. `drafts`, `accepted_drafts`: how many
-    were looked at for it, and how many of them were what the model said.
+    were looked at for it, and how many of them were what the model said. `prompt_scores`: log-probabilities of the
+    prompt's tokens from the second on, as far as they are known; it is `fresh` until they are all.
     """
 
     request: Request = None  # type: ignore[assignment]
@@ -46,6 +47,7 @@ class Job(Sequence):
     first_resume: tuple[int, int] = field(default=(0, 0))
     drafts: int = 0
     accepted_drafts: int = 0
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(cls, request: Request, index: int, age: int, root: bytes, max_len: int) -> Job:
@@ -64,6 +66,7 @@ class Job(Sequence):
             stops=frozenset(stops),
             limit=max_len if params.max_tokens is None else min(max_len, prompt + params.max_tokens),
             wants=Want.SAMPLE if params.logprobs is None else Want.SAMPLE | Want.LOGPROBS,
+            fresh=index == 0 and params.prompt_logprobs is not None and prompt > 1,
         )
 
     @property
@@ -105,8 +108,9 @@ class Job(Sequence):
         logprobs: list[TokenLogprobs] | None = None,
     ) -> TokenEvent:
         """An event of this sequence; the first one tells what came from the prefix cache."""
-        matched, cached = (0, 0) if self.announced else self.first_resume
-        self.announced = True
+        first, self.announced = not self.announced, True
+        matched, cached = self.first_resume if first else (0, 0)
+        asked = self.index == 0 and self.request.params.prompt_logprobs is not None
         return TokenEvent(
             request_id=self.request.id,
             index=self.index,
@@ -119,7 +123,23 @@ class Job(Sequence):
             matched=matched,
             drafts=self.drafts,
             accepted_drafts=self.accepted_drafts,
+            prompt_logprobs=self.prompt_scores if first and asked and not self.fresh else None,
         )
+
+    def wanted(self, final: bool, chunk: bool) -> int:
+        """What a row of this sequence asks for; `final`: it samples."""
+        wants = self.wants if final else Want.NOTHING
+        return wants | Want.PROMPT if chunk and self.fresh else wants
+
+    def score(self, start: int, found: PromptLogprobs) -> None:
+        """Takes the log-probabilities of the tokens behind those of a chunk that began at `start`. After a preemption
+        they come again; those that are known stay."""
+        count = self.request.params.prompt_logprobs
+        known, end = len(self.prompt_scores), self.prompt_len - 1
+        for i in range(known - start, min(len(found.chosen), end - start)):
+            top = zip(found.top_ids[i, :count].tolist(), found.top[i, :count].tolist(), strict=True)
+            self.prompt_scores.append(TokenLogprobs(float(found.chosen[i]), list(top), int(found.ranks[i])))
+        self.fresh = len(self.prompt_scores) < end
 
     def logprobs(self, found: Logprobs | None, row: int, tokens: int) -> list[TokenLogprobs] | None:
         """The log-probabilities of the row's first `tokens` tokens, cut to what the request asked for; None: it did

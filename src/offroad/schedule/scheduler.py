@@ -18,13 +18,13 @@ from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
-from offroad.schedule.step import Kind, Step, StepResult, Want
+from offroad.schedule.step import Kind, Step, StepResult
 
 _COUNTS = (
-    *("prompt_tokens", "generated_tokens", "preemptions"),
+    *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
     *("prefix_query_tokens", "prefix_matched_tokens", "prefix_resumed_tokens"),
 )
-_NOTHING, _VERIFY, _CHUNK = int(Want.NOTHING), int(Kind.VERIFY), int(Kind.CHUNK)
+_VERIFY, _CHUNK = int(Kind.VERIFY), int(Kind.CHUNK)
 
 
 class Scheduler:
@@ -151,7 +151,7 @@ class Scheduler:
             job = next((job for job in self.waiting if job.leader is None or job.leader.shared), None)
             if job is None:
                 return
-            promised = self._promised()
+            promised = self._promised(job)
             room = (self.cache.history.free - promised[0], self.cache.window.free - promised[1])
             if self.cache.live and job is self._refused[0] and max(map(sub, room, self._refused[1])) <= 0:
                 return  # no more room than when it was refused: a long prompt is not looked up again at each step
@@ -168,11 +168,14 @@ class Scheduler:
             if not job.counted:
                 self._count(job)
 
-    def _promised(self) -> tuple[int, int]:
-        """(history, window) blocks that are left to running sequences: for the rest of their prompts, and one each."""
+    def _promised(self, job: Job) -> tuple[int, int]:
+        """(history, window) blocks that are left to running sequences: for the rest of their prompts, and one each.
+        Kept apart, for all that they and `job` may become: who is released and read again has other bits."""
         config, history = self.config, len(self.running)
-        for job in self.running:
-            history += max(0, config.blocks(job.goal + config.k) - len(job.history))
+        history += config.blocks(job.limit) - config.blocks(len(job.tokens)) if config.invariant else 0
+        for other in self.running:
+            end = other.limit if config.invariant else other.goal
+            history += max(0, config.blocks(end + config.k) - len(other.history))
         return history, len(self.running) if config.keep else 0
 
     def _count(self, job: Job) -> None:
@@ -201,17 +204,19 @@ class Scheduler:
                 if width >= 1 and (row := self._reserve(job, Kind.VERIFY, width)) is not None:
                     verify.append(row)
                     spare -= width - 1
-            elif spare and (row := self._reserve(job, Kind.CHUNK, self._chunk(job, spare))) is not None:
+            elif (width := self._chunk(job, spare)) and (row := self._reserve(job, Kind.CHUNK, width)) is not None:
                 chunks.append(row)
                 spare -= row.width
         return verify, chunks
 
     def _chunk(self, job: Job, room: int) -> int:
-        """Tokens of the next chunk. It ends on a mark, whose state or window could not be kept otherwise; the window of
-        the prompt's last boundary can, since it is all but the window at the end."""
+        """Tokens of the next chunk; 0: it waits for room. It ends on a mark, whose state or window could not be kept
+        otherwise; the window of the prompt's last boundary can, since it is all but the window at the end."""
         high = job.high
         end = min(job.goal, high + min(room, self.max_chunk))
-        if not self.config.marked:
+        if self.config.invariant and end < job.goal:  # within a block it would change sums of recurrent layers
+            end = max(high, end - end % self.config.block)
+        if not self.config.marked or end == high:
             return end - high
         mark = job.next_mark(high, self.config.interval)
         last = (job.goal - 1) // self.config.block * self.config.block
@@ -270,7 +275,8 @@ class Scheduler:
             row.seq.last = self.number
         tables, restores, captures, begin = self.cache.collect(rows)
         self.in_flight.append((self.number, rows))
-        wants = [row.seq.wants if row.final or row.kind == _VERIFY else _NOTHING for row in rows]
+        self._counts["prefill_tokens"] += sum(row.width for row in rows if row.kind == _CHUNK)
+        wants = [row.seq.wanted(row.final or row.kind == _VERIFY, row.kind == _CHUNK) for row in rows]
         return Step(
             number=self.number,
             slot=np.array([row.seq.slot for row in rows], np.int32),
@@ -290,7 +296,10 @@ class Scheduler:
         assert number == step.number == result.number, "steps are committed in order"
         accepted, tokens, bad = result.accepted.tolist(), result.tokens.tolist(), result.bad_layer.tolist()
         events: list[TokenEvent] = []
-        drafted = self._count_drafts(rows, result)
+        drafted = None if result.drafted is None else result.drafted.tolist()
+        if result.drafted is not None:
+            verify = sum(row.kind == _VERIFY for row in rows)
+            self.drafts.take(result.drafted[:verify], result.accepted[:verify] - 1)
         for i, row in enumerate(rows):
             job = row.seq
             if drafted and drafted[i]:
@@ -304,6 +313,8 @@ class Scheduler:
                 continue
             sampled = tokens[i][: accepted[i] if row.kind == _VERIFY else 1] if row.final or row.kind == _VERIFY else ()
             known = len(job.tokens)
+            if i in result.prompt:
+                job.score(job.committed, result.prompt[i])
             self.cache.commit(row, accepted[i], sampled)
             if not job.shared and job.committed >= self._prompt_boundary(job):
                 job.shared = True
@@ -312,14 +323,6 @@ class Scheduler:
         if self.leaving:
             self._requeue()
         return events
-
-    def _count_drafts(self, rows: list[Row], result: StepResult) -> list[int] | None:
-        """Counts the step's drafts; gives those of each row, None where there is no drafter."""
-        if result.drafted is None:
-            return None
-        verify = sum(row.kind == _VERIFY for row in rows)
-        self.drafts.take(result.drafted[:verify], result.accepted[:verify] - 1)
-        return result.drafted.tolist()
 
     def _tell(
         self, job: Job, row: int, known: int, sampled: list[int], result: StepResult, events: list[TokenEvent]
@@ -370,15 +373,11 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting) + len(self.leaving),
             kv_blocks_used=history.held,
+            kv_blocks_cached=history.cached,
             kv_blocks_total=history.count - 1,
             steps=self.number,
             step_seconds=self.seconds,
-            draft_tokens=int(self.drafts.drafted.sum()),
-            accepted_draft_tokens=int(self.drafts.accepted.sum()),
-            draft_rows=self.drafts.rows,
-            undrafted_steps=self.drafts.idle_steps,
-            drafted_by_place=self.drafts.drafted.tolist(),
-            accepted_by_place=self.drafts.accepted.tolist(),
+            **self.drafts.stats(),
             **self._counts,
         )
 

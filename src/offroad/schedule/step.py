@@ -19,11 +19,16 @@ class Kind(IntEnum):
 
 
 class Want(IntFlag):
-    """What a row asks for at its last token. A chunk that does not reach the end of its prompt wants nothing."""
+    """What a row asks for at its last token; PROMPT: a chunk's log-probabilities of the known tokens behind each of its
+    own. A chunk that does not reach the end of its prompt wants nothing else."""
 
     NOTHING = 0
     SAMPLE = 1
     LOGPROBS = 2
+    PROMPT = 4
+
+
+_SAMPLE, _PROMPT = int(Want.SAMPLE), int(Want.PROMPT)  # a member makes an array's operation several times dearer
 
 
 class Table(IntEnum):
@@ -71,6 +76,27 @@ class Step:
     captures: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
     starts: tuple[Start, ...] = ()
 
+    @property
+    def samples(self) -> np.ndarray:
+        """Which rows sample, bool [rows]."""
+        return (self.wants & _SAMPLE) > 0
+
+    @property
+    def scores(self) -> np.ndarray:
+        """Which rows ask for log-probabilities of the prompt, bool [rows]."""
+        return (self.wants & _PROMPT) > 0
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of one chunk: `chosen` and `ranks` (1: the best) [tokens], `top_ids` and `top` [tokens, MAX_LOGPROBS], of the
+    known tokens behind each of its own; the last of a prompt has one less, since what is behind it is sampled."""
+
+    chosen: np.ndarray
+    ranks: np.ndarray
+    top_ids: np.ndarray
+    top: np.ndarray
+
 
 @dataclass(frozen=True)
 class Logprobs:
@@ -89,7 +115,7 @@ class StepResult:
     `tokens` int64 [rows, k + 1]: what was sampled; a row that wants nothing holds -1. A chunk with Want.SAMPLE samples
     one token, which becomes the pending token at the new length. `bad_layer` int16 [rows]: -1, or the first layer with
     a non-finite value (the number of layers: the logits). `drafted` int32 [rows]: drafts that the step looked at;
-    None: it had no drafter.
+    None: it had no drafter. `prompt`: by row, for those with Want.PROMPT.
     """
 
     number: int
@@ -98,3 +124,4 @@ class StepResult:
     bad_layer: np.ndarray
     logprobs: Logprobs | None = None
     drafted: np.ndarray | None = None
+    prompt: dict[int, PromptLogprobs] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,7 +16,7 @@ from starlette.responses import Response
 from offroad import __version__
 from offroad.errors import OffroadError
 from offroad.execute.client import EngineClient
-from offroad.serve import admin, anthropic, openai, tokens
+from offroad.serve import admin, anthropic, openai, page, render, responses, status, tokens
 from offroad.serve.errors import (
     RETRY_SECONDS,
     json_response,
@@ -32,8 +31,6 @@ from offroad.serve.metrics import CONTENT_TYPE
 from offroad.serve.security import KeyGuard, SameSite
 from offroad.serve.service import Service
 from offroad.settings import Settings
-
-_PAGE_POLICY = "default-src 'self' 'unsafe-inline'"
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -82,28 +79,22 @@ def app_of(service: Service, lifespan: Any = None) -> FastAPI:
         swagger_ui_oauth2_redirect_url=None,
     )
     _add_layers(app, service)
-    for part in (openai, anthropic, tokens, admin):
+    for part in (openai, responses, anthropic, render, tokens, admin, status):
         app.include_router(part.routes(service))
+    app.include_router(page.routes())
     app.add_exception_handler(OffroadError, on_offroad_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_defect)
 
-    page = files("offroad.serve").joinpath("web/index.html").read_bytes()
-
-    @app.get("/")
-    async def chat_page() -> Response:
-        """A small chat page; it loads nothing from elsewhere."""
-        return Response(page, media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
-
     @app.get("/health")
     async def health() -> Response:
         """200 if a request would be taken now."""
-        status = service.status
-        if status == "ready":
-            return json_response({"status": status})
+        state = service.status
+        if state == "ready":
+            return json_response({"status": state})
         reason = None if service.client.death is None else str(service.client.death)
-        return json_response({"status": status, "reason": reason}, 503, {"Retry-After": str(RETRY_SECONDS)})
+        return json_response({"status": state, "reason": reason}, 503, {"Retry-After": str(RETRY_SECONDS)})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -112,13 +103,6 @@ def app_of(service: Service, lifespan: Any = None) -> FastAPI:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
-
-    @app.get("/plan")
-    async def plan() -> Response:
-        """Which kernel runs where and why, as JSON."""
-        if service.client.info is None:
-            service.client.require_ready()
-        return Response(service.client.info.plan_json, media_type="application/json")
 
     return app
 

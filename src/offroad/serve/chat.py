@@ -17,7 +17,7 @@ from offroad.serve.protocol.shared import Generation
 from offroad.serve.protocol.tools import NamedChoice, Tool, ToolChoice
 from offroad.serve.text import Prompt, TextLayer, template_options
 from offroad.text.answer import Notation, Reading
-from offroad.text.reasoning import opened_by
+from offroad.text.reasoning import Thoughts, opened_by
 from offroad.text.tools.registry import TOOL_PARSERS
 
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
@@ -49,18 +49,26 @@ def render(text: TextLayer, body: ChatRequest, defaults: dict[str, Any]) -> tupl
     named |= _thinking(text.notation, body)
     options = {**defaults, **template_options(body.chat_template_kwargs, **named)}
     prompt = text.chat([message.plain() for message in body.messages], **options)
-    thoughts = text.notation.thoughts
-    opened = None if thoughts is None or goes_on else opened_by(prompt.text or "", thoughts)
-    if goes_on and thoughts is not None and opened_by(prompt.text or "", thoughts):
-        opened = True
+    thoughts, opened = begun(text.notation, prompt.text or "", goes_on)
     return prompt, Reading(
-        thoughts=None if opened is None else thoughts,
-        opened=bool(opened),
+        thoughts=thoughts,
+        opened=opened,
         tools=tuple(tool.plain() for tool in tools),
         calls=None if not tools or isinstance(choice, NamedChoice) else _calls(text.notation, choice),
         named=choice.function.name if isinstance(choice, NamedChoice) else None,
         several=body.parallel_tool_calls is not False,
     )
+
+
+def begun(notation: Notation, prompt: str, goes_on: bool = False) -> tuple[Thoughts | None, bool]:
+    """(how the answer to a prompt marks thoughts, None: it has none; whether the prompt has begun them). `goes_on`: the
+    prompt ends within an answer, which has thoughts only if they are open."""
+    if notation.thoughts is None:
+        return None, False
+    opened = opened_by(prompt, notation.thoughts)
+    if opened is None or (goes_on and not opened):
+        return None, False
+    return notation.thoughts, opened
 
 
 def read(text: TextLayer, body: ChatRequest, vocab: int, max_model_len: int, defaults: dict[str, Any]) -> Chat:
@@ -131,13 +139,28 @@ def _guide(text: TextLayer, body: ChatRequest, reading: Reading) -> Guide | None
         grammar, param = _calls_grammar(tools, choice, reading.several), "tool_choice"
     elif grammar is not None and tools:
         escapes = _escapes(text, reading, param)
-    if budget is not None and reading.thoughts is None:
+    check_minimum(body.min_tokens, grammar, param)
+    return guide_of(text, reading, grammar, budget, thinks=body.thinks(), escapes=escapes, param=param)
+
+
+def guide_of(
+    text: TextLayer,
+    reading: Reading,
+    grammar: Grammar | None,
+    budget: int | None,
+    *,
+    thinks: bool | None,
+    param: str,
+    escapes: tuple[int, ...] = (),
+) -> Guide | None:
+    """What limits an answer to a grammar and a budget of thoughts; None: nothing. `thinks` False: the model was told
+    not to. `param`: the request's field, for errors. Raises RequestError."""
+    if reading.thoughts is None:
         budget = None  # there are no thoughts to limit
     if grammar is None and budget is None:
         return None
-    _check_minimum(body, grammar, param)
     name = param if grammar is not None else "thinking_token_budget"
-    thinking = _thoughts(text, body, reading, budget, name)
+    thinking = _thoughts(text, thinks, reading, budget, name)
     blanks = () if thinking is None else tuple(id for breaks in ("\n", "\n\n") for id in _token(text, breaks))
     return Guide(grammar, thinking, escapes, blanks, param)
 
@@ -145,7 +168,7 @@ def _guide(text: TextLayer, body: ChatRequest, reading: Reading) -> Guide | None
 def plain_guide(text: TextLayer, body: CompletionRequest) -> Guide | None:
     """What limits a completion: a grammar alone. Raises RequestError. Takes time: call it from a thread."""
     grammar, param = body.grammar(), _grammar_field(body)
-    _check_minimum(body, grammar, param)
+    check_minimum(body.min_tokens, grammar, param)
     if grammar is None:
         return None
     text.vocabulary()
@@ -156,15 +179,17 @@ def _grammar_field(body: Generation) -> str:
     return "response_format" if body.structured_outputs is None else "structured_outputs"
 
 
-def _check_minimum(body: Generation, grammar: Grammar | None, param: str) -> None:
-    """A grammar may allow nothing but the end, where `min_tokens` forbids it."""
-    if grammar is not None and body.min_tokens:
+def check_minimum(min_tokens: int | None, grammar: Grammar | None, param: str) -> None:
+    """Raises RequestError: a grammar may allow nothing but the end, where `min_tokens` forbids it."""
+    if grammar is not None and min_tokens:
         raise RequestError("min_tokens", param="min_tokens", found=f"{param} too", accepted="one of the two")
 
 
-def _thoughts(text: TextLayer, body: ChatRequest, reading: Reading, budget: int | None, param: str) -> Thinking | None:
+def _thoughts(
+    text: TextLayer, thinks: bool | None, reading: Reading, budget: int | None, param: str
+) -> Thinking | None:
     """The thoughts before the answer, by their tokens."""
-    if reading.thoughts is None or (body.thinks() is False and not reading.opened):
+    if reading.thoughts is None or (thinks is False and not reading.opened):
         return None
     end, start = reading.thoughts.end, reading.thoughts.start
     end_id = text.token_id(end)

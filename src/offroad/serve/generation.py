@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass
 class Choice:
-    """One sequence as far as it has come."""
+    """One sequence as far as it has come; `before_answer` are tokens that came while it could still think."""
 
     stream: Any
     prompt: int
@@ -76,7 +76,14 @@ class Choice:
     cached: int = 0
     drafts: int = 0
     accepted_drafts: int = 0
+    before_answer: int = 0
     last_token: float | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of thoughts, those that mark their beginning and end among them."""
+        thought = self.parser is not None and self.parser.thought
+        return min(self.before_answer, len(self.token_ids)) if thought else 0
 
 
 def _add(calls: list[Call], piece: CallPiece) -> CallDelta:
@@ -163,6 +170,7 @@ class Generation:
             for i, prompt in enumerate(prompts)
         ]
         self._base = {request.id: i * n for i, request in enumerate(requests)}
+        self.prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         self.began = time.perf_counter()
         self.first: float | None = None
         self.last = self.began
@@ -215,6 +223,8 @@ class Generation:
         self._clock(choice, len(event.token_ids))
         choice.cached = max(choice.cached, event.cached)
         choice.drafts, choice.accepted_drafts = event.drafts, event.accepted_drafts
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs[choice.prompt] = event.prompt_logprobs
         if event.finish_reason not in (None, "stop", "length"):
             choice.finish_reason = event.finish_reason
             self._metrics.finished(event.finish_reason, time.perf_counter() - self.began)
@@ -224,11 +234,7 @@ class Generation:
                 raise RequestError("the request was ended", code="request_refused", found=event.error)
             raise GenerationFailed("the engine has failed on this request", found=event.error)
         used = choice.stream.tokens_used
-        delta = choice.stream.push(event.token_ids, ends_with_stop_token=event.finish_reason == "stop")
-        text, stopped, reason = delta.text, delta.stopped, delta.stop_reason
-        if event.finish_reason is not None and not stopped:
-            last = choice.stream.finish()
-            text, stopped, reason = text + last.text, last.stopped, last.stop_reason
+        texts, stopped, reason = self._heard(choice, event)
         # Tokens after the one that completed a stop string are no part of the answer.
         took = choice.stream.tokens_used - used if stopped else len(event.token_ids)
         ids, logprobs = event.token_ids[:took], (event.logprobs or [])[:took]
@@ -236,7 +242,7 @@ class Generation:
             choice.finish_reason, choice.stop_reason = "stop", reason
         elif event.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
-        said = self._said(choice, text)
+        said, text = self._said(choice, texts), "".join(texts)
         choice.text += text
         choice.token_ids += ids
         choice.logprobs += logprobs
@@ -247,16 +253,38 @@ class Generation:
         return Piece(index, text, *said, ids, logprobs, choice.finish_reason, choice.stop_reason)
 
     @staticmethod
-    def _said(choice: Choice, text: str) -> tuple[str, str, list[CallDelta]]:
-        """(thoughts, content, calls) that `text` adds; whether the answer was to call is known at its end.
+    def _heard(choice: Choice, event: TokenEvent) -> tuple[list[str], bool, str | None]:
+        """(the text of an event, token by token while thoughts may come, since their tokens are counted; whether a stop
+        string has ended it, and which)."""
+        stream, ids, ended = choice.stream, event.token_ids, event.finish_reason is not None
+        thinking = choice.parser is not None and choice.parser.thinking
+        texts, rest = [], [[id] for id in ids] if thinking and ids else [ids]
+        while True:
+            group, *rest = rest
+            delta = stream.push(group, ends_with_stop_token=event.finish_reason == "stop" and not rest)
+            texts.append(delta.text)
+            if delta.stopped or not rest:
+                break
+        if ended and not delta.stopped:
+            delta = stream.finish()
+            texts[-1] += delta.text
+        return texts, delta.stopped, delta.stop_reason
+
+    @staticmethod
+    def _said(choice: Choice, texts: list[str]) -> tuple[str, str, list[CallDelta]]:
+        """(thoughts, content, calls) that `texts` add; whether the answer was to call is known at its end.
 
         An answer that was cut within a call keeps its reason: only a call that was said to its end is one to follow.
         """
         parser = choice.parser
         if parser is None:
-            choice.content += text
-            return "", text, []
-        said = parser.feed(text)
+            choice.content += texts[0]
+            return "", texts[0], []
+        told = []
+        for text in texts:
+            choice.before_answer += parser.thinking
+            told.append(parser.feed(text))
+        said = together(told)
         if choice.finish_reason is None and parser.done:
             choice.finish_reason = "stop"
         if choice.finish_reason is not None:
@@ -305,6 +333,7 @@ class Generation:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": self._cached()},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafts - accepted,
             },

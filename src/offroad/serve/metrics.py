@@ -30,6 +30,7 @@ _COUNTERS = (
     ("spec_decode_num_undrafted_steps", "undrafted_steps", "Steps with sequences to draft for, and no draft."),
     ("engine_steps", "steps", "Steps of the engine."),
     ("engine_step_seconds", "step_seconds", "Seconds spent in steps of the engine."),
+    ("kernel_compilations_after_ready", "late_compilations", "Kernels compiled while requests ran; should be 0."),
 )
 
 

@@ -107,6 +107,7 @@ async def _chat(service: Service, body: ChatRequest) -> tuple[Generation, Shape]
         model=service.name,
         fingerprint=info.plan_fingerprint,
         top=chat.params.logprobs,
+        prompt_top=body.prompt_logprobs,
         ids=bool(body.return_token_ids),
     )
     more = {"salt": body.cache_salt or "", "continues": False, "reading": chat.reading, "guide": chat.guide}
@@ -137,6 +138,7 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
         model=service.name,
         fingerprint=info.plan_fingerprint,
         top=sampling.logprobs,
+        prompt_top=body.prompt_logprobs,
         ids=bool(body.return_token_ids),
     )
     guide = await asyncio.to_thread(plain_guide, text, body)

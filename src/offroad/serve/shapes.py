@@ -14,10 +14,21 @@ _LEAST = -9999.0
 
 
 class Shape:
-    """What an answer has in both APIs. `ids` asks for token ids, `top` for that many log-probabilities (None: none)."""
+    """What an answer has in both APIs. `ids` asks for token ids, `top` for that many log-probabilities (None: none) of
+    the answer, `prompt_top` for those of the prompt."""
 
-    def __init__(self, text: TextLayer, *, id: str, model: str, fingerprint: str, top: int | None, ids: bool) -> None:
-        self.text, self.top, self.ids = text, top, ids
+    def __init__(
+        self,
+        text: TextLayer,
+        *,
+        id: str,
+        model: str,
+        fingerprint: str,
+        top: int | None,
+        prompt_top: int | None,
+        ids: bool,
+    ) -> None:
+        self.text, self.top, self.prompt_top, self.ids = text, top, prompt_top, ids
         self._head = {"id": id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
 
     whole: str
@@ -27,8 +38,10 @@ class Shape:
         """The object of an answer that is not streamed."""
         choices = [self._choice(i, choice, generation) for i, choice in enumerate(generation.choices)]
         body = {**self._head, "object": self.whole, "choices": choices, "usage": generation.usage()}
-        if self.ids and self.whole == "chat.completion":
-            body["prompt_token_ids"] = generation.prompts[0].ids
+        if self.whole == "chat.completion":
+            if self.ids:
+                body["prompt_token_ids"] = generation.prompts[0].ids
+            body |= self._prompt_logprobs(0, generation)
         return body | {"timings": generation.timings()}
 
     def opening(self, generation: Generation) -> list[dict[str, Any]]:
@@ -52,6 +65,23 @@ class Shape:
     def _end(self, thing: Choice | Piece) -> dict[str, Any]:
         end: dict[str, Any] = {"finish_reason": thing.finish_reason, "stop_reason": thing.stop_reason}
         return end | ({"token_ids": thing.token_ids} if self.ids else {})
+
+    def _prompt_logprobs(self, prompt: int, generation: Generation) -> dict[str, Any]:
+        """`prompt_logprobs` of vLLM: for each token of the prompt the log-probabilities by token id, None for the
+        first."""
+        if self.prompt_top is None:
+            return {}
+        ids, found = generation.prompts[prompt].ids, generation.prompt_logprobs.get(prompt, [])
+        told: list[dict[str, Any] | None] = [None]
+        for id, entry in zip(ids[1:], found, strict=False):
+            ranked = {i: (rank, value) for rank, (i, value) in enumerate(entry.top[: self.prompt_top], 1)}
+            told.append(
+                {
+                    str(i): {"logprob": max(value, _LEAST), "rank": rank, "decoded_token": self.text.token_text(i)}
+                    for i, (rank, value) in ({id: (entry.rank, entry.logprob)} | ranked).items()
+                }
+            )
+        return {"prompt_logprobs": told}
 
     def _best(self, entry: TokenLogprobs) -> list[tuple[int, float]]:
         return [(id, max(value, _LEAST)) for id, value in entry.top[: self.top]]
@@ -160,9 +190,13 @@ class CompletionShape(Shape):
         return self._chunk([{"index": piece.index, "text": piece.text, "logprobs": logprobs, **self._end(piece)}])
 
     def _choice(self, index: int, choice: Choice, generation: Generation) -> dict[str, Any]:
-        text = self._prefix(choice, generation) + choice.text
-        logprobs = self._logprobs(index, choice.token_ids, choice.logprobs)
+        text, prompt = self._prefix(choice, generation) + choice.text, generation.prompts[choice.prompt].ids
+        ids, entries = choice.token_ids, choice.logprobs
+        if self._echo and self.top is not None:
+            ids, entries = prompt + ids, [None, *generation.prompt_logprobs.get(choice.prompt, []), *entries]
+        logprobs = self._logprobs(index, ids, entries)
         end = self._end(choice) | self._prompt_ids(choice, generation)
+        end |= self._prompt_logprobs(choice.prompt, generation)
         return {"index": index, "text": text, "logprobs": logprobs, **end}
 
     def _prefix(self, choice: Choice, generation: Generation) -> str:
@@ -174,7 +208,8 @@ class CompletionShape(Shape):
     def _prompt_ids(self, choice: Choice, generation: Generation) -> dict[str, Any]:
         return {"prompt_token_ids": generation.prompts[choice.prompt].ids} if self.ids else {}
 
-    def _logprobs(self, index: int, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, ids: list[int], entries: list[TokenLogprobs | None]) -> dict[str, Any] | None:
+        """None in `entries`: a token that nothing foretells, the first of an echoed prompt."""
         if self.top is None:
             return None
         tokens, offsets = [self.text.token_text(id) for id in ids], []
@@ -183,9 +218,12 @@ class CompletionShape(Shape):
             offsets.append(offset)
             offset += len(token)
         self._offsets[index] = offset
-        chosen = [max(entry.logprob, _LEAST) for entry in entries]
-        best = []
+        chosen = [None if entry is None else max(entry.logprob, _LEAST) for entry in entries]
+        best: list[dict[str, float] | None] = []
         for token, value, entry in zip(tokens, chosen, entries, strict=True):
+            if entry is None or value is None:
+                best.append(None)
+                continue
             # Two ids may have the same text: the better one stays. The chosen token is always there.
             by_text: dict[str, float] = {}
             for id, logprob in self._best(entry):

@@ -57,28 +57,28 @@ class ModelText:
         from offroad.text.chat_template import ChatTemplate
         from offroad.text.tokenizer import Tokenizer
 
-        self._tokenizer = Tokenizer(files)
-        self._template = ChatTemplate(files, chat_template)
-        self.generation, self.eos_ids = files.generation, tuple(self._tokenizer.eos_ids)
-        self.decode = self._tokenizer.decode
-        self.token_bytes, self.token_id = self._tokenizer.token_bytes, self._tokenizer.token_id
-        self.notation = Notation.of(self._template.source or "", self._template.reads, reasoning, tools)
+        self.tokenizer = Tokenizer(files)
+        self.template = ChatTemplate(files, chat_template)
+        self.generation, self.eos_ids = files.generation, tuple(self.tokenizer.eos_ids)
+        self.decode = self.tokenizer.decode
+        self.token_bytes, self.token_id = self.tokenizer.token_bytes, self.tokenizer.token_id
+        self.notation = Notation.of(self.template.source or "", self.template.reads, reasoning, tools)
 
     @cache  # noqa: B019 - there is one text layer, which lives as long as the server
     def vocabulary(self) -> list[bytes]:
         """The bytes of every token, for grammars. The first call takes a second or so: make it from a thread."""
-        return self._tokenizer.vocabulary()
+        return self.tokenizer.vocabulary()
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> Prompt:
         """The prompt of a conversation. Raises RequestError when the template refuses it."""
         from offroad.text.chat_template import encode_with_marks
 
-        rendered = self._template.render(messages, **options)
-        ids, marks = encode_with_marks(self._tokenizer, rendered)
+        rendered = self.template.render(messages, **options)
+        ids, marks = encode_with_marks(self.tokenizer, rendered)
         return Prompt(list(ids), rendered.text, tuple(marks))
 
     def prompt(self, text: str, add_special: bool) -> Prompt:
-        return Prompt(list(self._tokenizer.encode(text, add_special)), text)
+        return Prompt(list(self.tokenizer.encode(text, add_special)), text)
 
     def token_text(self, id: int) -> str:
         """The text of a token alone, as log-probabilities name it; bytes that are no text become U+FFFD."""
@@ -88,14 +88,14 @@ class ModelText:
         from offroad.text.detokenize import OutputStream
 
         keep = frozenset() if reading is None else frozenset(self._marks(reading).values())
-        return OutputStream(self._tokenizer, params, continues=continues, keep=keep)
+        return OutputStream(self.tokenizer, params, continues=continues, keep=keep)
 
     def parser(self, params: SamplingParams, reading: Reading) -> AnswerParser:
         """A parser of one answer. Special tokens that were kept for it alone do not stay in the content."""
         return reading.parser(tuple(self._marks(reading)) if params.skip_special_tokens else ())
 
     def _marks(self, reading: Reading) -> dict[str, int]:
-        return self._tokenizer.special_within(reading.tags)
+        return self.tokenizer.special_within(reading.tags)
 
 
 def model_text(files: TokenizerFiles, settings: Settings) -> TextLayer:

@@ -14,7 +14,7 @@ import torch
 
 from offroad.ops.bound import Ops
 from offroad.run.rows import Rows
-from offroad.speculate.proposer import Device, Turn, chain, rows_of_slots
+from offroad.speculate.proposer import Device, Turn, Twin, chain, rows_of_slots
 
 
 class AssistantModel(Protocol):
@@ -36,6 +36,17 @@ class AssistantProposer:
 
     def follow(self, turn: Turn) -> None:
         """Nothing: it remembers nothing."""
+
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """A pass over rows of single tokens, its head, and what follows."""
+        if phase != "decode" or rows.width.max() > 1:
+            return
+        ops = twin(self.ops)
+        hidden = ops.drafter.linears["post_projection"].n
+        before = torch.empty((rows.tokens, hidden), dtype=ops.dtype, device=rows.ids.device)
+        state = self.model.forward(rows, before, ops)
+        self.model.logits(state, ops)
+        self.model.after(state, ops)
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Drafts one after the other; stores nothing."""

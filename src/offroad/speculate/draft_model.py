@@ -12,7 +12,8 @@ import torch
 
 from offroad.models.registry import Model
 from offroad.ops.bound import Ops
-from offroad.speculate.proposer import Device, Turn, chain, rows_of_slots
+from offroad.run.rows import Rows
+from offroad.speculate.proposer import Device, Turn, Twin, chain, rows_of_slots
 
 
 class DraftModelProposer:
@@ -34,7 +35,7 @@ class DraftModelProposer:
         """
         rows, verify = turn.rows, turn.rows.verify
         start, slot = rows.start.astype(np.int64), rows.slot.astype(np.int64)
-        wants = turn.step.wants > 0
+        wants = turn.step.samples
         known, pending = np.zeros(len(slot), np.int64), np.zeros(len(slot), np.int64)
         known[:verify] = 1 + np.minimum(turn.moved[:verify] - 1, np.maximum(rows.width[:verify] - 2, 0))
         pending[:verify] = 1
@@ -44,13 +45,18 @@ class DraftModelProposer:
         if len(begun := slot[wants & (pending == 0)]):
             self.last = torch.cat((self.last, self._advance(begun, self.arrays.length[begun])))
 
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """A pass of the model, and its head."""
+        ops = twin(self.ops[phase])
+        ops.logits(self.model.forward(rows, ops))
+
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Drafts one after the other. Their rows lie past the length; the next `follow` writes over those of drafts
         that were not accepted."""
         assert self.last is not None, "a step is followed before it proposes"
         if self.limit is not None:
             counts = np.minimum(counts, np.maximum(self.limit - 1 - self.arrays.length[slots], 0))
-        place = np.cumsum(turn.step.wants > 0) - 1
+        place = np.cumsum(turn.step.samples) - 1
         picked = torch.from_numpy(place[rows_of_slots(turn, slots)]).to(self.last.device)
         chain(self.device, slots, counts, self.last[picked], self.ops["decode"].logits, self._advance)
 

@@ -32,7 +32,7 @@ class Drafting:
 
     def propose(self, turn: Turn, began: float) -> None:
         """Puts drafts behind the pending tokens of the rows that have one; the step began at `began`."""
-        slots = turn.step.slot[turn.step.wants > 0].astype(np.int64)
+        slots = turn.step.slot[turn.step.samples].astype(np.int64)
         counts, now = self.arrays.room(slots), time.perf_counter()
         if self.auto is not None:
             self._learn(self.auto, turn, now - began + self._making)

@@ -14,7 +14,7 @@ import torch
 
 from offroad.ops.bound import Ops
 from offroad.run.rows import RingView, Rows
-from offroad.speculate.proposer import Device, Turn, chain, rows_of_slots
+from offroad.speculate.proposer import Device, Turn, Twin, chain, rows_of_slots
 
 
 class MtpModel(Protocol):
@@ -64,6 +64,12 @@ class MtpProposer:
         index = torch.from_numpy((offset + width)[row] - back).to(turn.hidden.device)
         where = torch.from_numpy(slot[row]), torch.from_numpy(at % self.carry.capacity)
         self.carry.data[where] = turn.hidden[index].to(self.carry.data.dtype)
+
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """A pass over as many pairs, and the head."""
+        ops = twin(self.ops[phase])
+        hidden = torch.empty((rows.tokens, self.carry.data.shape[-1]), dtype=ops.dtype, device=rows.ids.device)
+        ops.logits(self.model.forward(rows, hidden, ops))
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Drafts one after the other, each from the state behind the one before. The pairs of drafts lie past the

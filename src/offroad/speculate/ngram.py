@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from offroad.run.rows import Rows
 from offroad.speculate.config import Speculation
-from offroad.speculate.proposer import Device, Turn
+from offroad.speculate.proposer import Device, Turn, Twin
 
 
 def propose(known: np.ndarray, count: int, shortest: int, longest: int) -> np.ndarray:
@@ -32,6 +33,9 @@ class NgramProposer:
 
     def follow(self, turn: Turn) -> None:
         """Nothing: known tokens are all there is."""
+
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """Nothing: it runs no model."""
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):

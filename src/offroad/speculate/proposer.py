@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ class Device:
     sampler: Sampler
 
 
+Twin = Callable[[Any], Any]
+
+
 class Proposer(Protocol):
     """A drafter. Wrong drafts cost time and nothing else: what is told never depends on them."""
 
@@ -43,6 +46,10 @@ class Proposer(Protocol):
 
     def propose(self, turn: Turn, slots: np.ndarray, counts: np.ndarray) -> None:
         """Puts up to `counts` drafts behind the pending tokens of `slots`, int64 [n] each; counts may be 0."""
+
+    def rehearse(self, phase: str, rows: Rows, twin: Twin) -> None:
+        """Runs its forward passes of a phase over `rows` without memory, and no others: `twin` makes such copies of
+        what it has. What they would launch is compiled before it is needed."""
 
 
 def rows_of_slots(turn: Turn, slots: np.ndarray) -> np.ndarray:

@@ -85,6 +85,16 @@ class AnswerParser:
         return 0 if self._tools is None else min(self._tools.complete, self.begun)
 
     @property
+    def thinking(self) -> bool:
+        """Whether thoughts are said, or may still begin."""
+        return self._reasoning is not None and not self._reasoning.ended
+
+    @property
+    def thought(self) -> bool:
+        """Whether there were thoughts."""
+        return self._reasoning is not None and self._reasoning.begun
+
+    @property
     def done(self) -> bool:
         """Whether nothing more will be told: one call was asked for and is complete."""
         return not self._several and self._tools is not None and self._tools.complete >= 1

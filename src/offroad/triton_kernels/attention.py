@@ -15,10 +15,13 @@ from offroad.models.spec import AttentionSpec
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.run.rows import PagedView, Rows
 from offroad.triton_kernels.kernel import TritonKernel
+from offroad.triton_kernels.memory import MEMORY
 
 LARGEST_HEAD = 512
 WORKSPACE = 128 << 20  # bytes of partial results at once: more rows take more launches
 KINDS = {"float8_e5m2": 1, "float8_e4m3fn": 2}  # kv_rows.E5M2, E4M3; others are plain
+SMALLEST = 128  # tokens of the shortest partition
+_ITEMSIZE = {"float32": 4, "float8_e5m2": 1, "float8_e4m3fn": 1}
 FEATURES = frozenset({"window", "softcap", "pages_only"})
 
 
@@ -109,30 +112,40 @@ def partition_of(position: int, base: int, grows: bool) -> int:
     return 16 * times + position // (base << times)
 
 
-def _partitions(view: PagedView, width: int) -> tuple[int, int]:
+def partitions(window: int, longest: int, width: int) -> tuple[int, int]:
     """(first length of partitions, how many a token can have): of the item and of the table's size alone, and of the
     widest row."""
-    from offroad.triton_kernels.paged_decode import SMALLEST
-
-    if view.window:
-        base = max(SMALLEST, 1 << (view.window // 8).bit_length() >> 1)
-        return base, (view.window + width - 2) // base + 2
-    longest = view.table.shape[1] * view.block
+    if window:
+        base = max(SMALLEST, 1 << (window // 8).bit_length() >> 1)
+        return base, (window + width - 2) // base + 2
     return SMALLEST, partition_of(longest - 1, SMALLEST, True) + 1
 
 
-class _Workspaces:
-    """Partial results, one buffer for each power of 2 of bytes: layers share it, and captured graphs keep it."""
+def _partitions(view: PagedView, width: int) -> tuple[int, int]:
+    return partitions(view.window or 0, view.table.shape[1] * view.block, width)
 
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    def get(self, device: torch.device, count: int) -> torch.Tensor:
-        """At least `count` fp32 numbers."""
-        key = (device, 1 << (count - 1).bit_length())
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty(key[1], dtype=torch.float32, device=device)
-        return self.buffers[key]
+def _of(problem: Problem) -> tuple[int, int, int, int]:
+    """(heads, KV heads, head dim, window or 0)."""
+    sizes = dict(problem.sizes)
+    return sizes["heads"], sizes["kv_heads"], sizes["head_dim"], sizes.get("window", 0)
+
+
+def _partials(device: DeviceProfile, problem: Problem) -> int:
+    """Bytes of partial results of a launch of the widest rows, at their longest."""
+    heads, _, dim, window = _of(problem)
+    load, block = problem.load, dict(problem.sizes).get("block", 1)
+    if not load.rows:
+        return 0
+    longest = (-(-(load.length + load.width) // block) + 1) * block  # as the tables are
+    row = load.width * heads * partitions(window, longest, load.width)[1] * (dim + 2) * 4
+    return row * min(load.rows, max(1, WORKSPACE // row))
+
+
+def _fresh(device: DeviceProfile, problem: Problem) -> int:
+    """Bytes of a step's own rows as they are stored in pages; values of a fused projection do not lie side by side."""
+    _, kv_heads, dim, _ = _of(problem)
+    return 2 * problem.load.tokens * kv_heads * dim * _ITEMSIZE.get(problem.kv_dtype, 2)
 
 
 def _rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -154,6 +167,7 @@ def _store(
     k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, fresh: tuple[torch.Tensor, torch.Tensor] | None
 ) -> None:
     """Stores a step's rows in pages if the view is writable, and as they are stored there in `fresh` if given."""
+    from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.kv_rows import store_rows
 
     k, v = _rows_of(k), _rows_of(v)
@@ -161,7 +175,7 @@ def _store(
     k_fresh, v_fresh = fresh or (k_pages, v_pages)
     k_scale, v_scale = (rows.start_t if x is None else x for x in (view.k_scale, view.v_scale))
     widest = int(rows.width.max())
-    tokens = min(16, 1 << (widest - 1).bit_length())
+    tokens = 1 if widest == 1 else 16  # few sizes, each of which is compiled
     kv_heads, dim = k.shape[1:]
     store_rows[(len(rows.slot), -(-widest // tokens), kv_heads)](
         k, v, k_pages, v_pages, k_fresh, v_fresh,
@@ -169,18 +183,20 @@ def _store(
         k.stride(0), v.stride(0), view.table.stride(0),
         KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=_kind(view),
         SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4,
+        **launching(k.shape[0]),
     )  # fmt: skip
 
 
 def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
     """Attention of few queries a row, over pages split among programs."""
+    from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.paged_decode import paged_decode, sum_partitions
 
     heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
     tile = decode_tile(dim, _wide(problem), device.shared_per_block)
     group, block_d = heads // kv_heads, padded(dim)
     precision = precision_of(problem.dtype)
-    workspaces, programs = _Workspaces(), 4 * device.units
+    programs = 4 * device.units
 
     def launch(
         q: torch.Tensor, out: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, part: slice, widest: int
@@ -191,7 +207,7 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         tokens = (int(rows.offset[part.stop]) if part.stop < len(rows.slot) else q.shape[0]) - first
         base, partitions = _partitions(view, widest)
         numbers = tokens * heads * partitions
-        space = workspaces.get(q.device, numbers * (dim + 2))
+        space = MEMORY.get(q.device, "partial attention", numbers * (dim + 2), torch.float32)
         sums, largest, total = space, space[numbers * dim :], space[numbers * (dim + 1) :]
         tiles = -(-group * widest // tile.queries)
         splits = max(1, min(partitions, programs // (count * kv_heads * tiles)))
@@ -206,11 +222,12 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK=view.block,
             TILE=tile.keys, WINDOW=window, BASE=base, KIND=_kind(view), SCALED=scaled,
             SOFTCAP=spec.softcap is not None, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
+            **launching(tokens),
         )  # fmt: skip
         sum_partitions[(tokens, heads)](
             out, sums, largest, total, rows.positions, v_scale, partitions, first,
             HEADS=heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=padded(partitions), STEP=8,
-            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4,
+            WINDOW=window, BASE=base, SCALED=scaled, num_warps=4, **launching(tokens),
         )  # fmt: skip
 
     def attention(
@@ -296,9 +313,25 @@ def register(registry: Registry) -> None:
     """Adds the kernels."""
     decode = frozenset({"decode", "verify", "draft"})
     registry.add(
-        TritonKernel("triton.paged_decode", "attention", bind_decode, _limits(decode), _shared_decode, FEATURES)
+        TritonKernel(
+            "triton.paged_decode",
+            "attention",
+            bind_decode,
+            _limits(decode),
+            _shared_decode,
+            FEATURES,
+            workspace=_partials,
+        )
     )
     prefill = frozenset({"prefill"})
     registry.add(
-        TritonKernel("triton.paged_prefill", "attention", bind_prefill, _limits(prefill), _shared_prefill, FEATURES)
+        TritonKernel(
+            "triton.paged_prefill",
+            "attention",
+            bind_prefill,
+            _limits(prefill),
+            _shared_prefill,
+            FEATURES,
+            temporary=_fresh,
+        )
     )

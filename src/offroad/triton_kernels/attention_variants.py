@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from offroad.triton_kernels.attention import KINDS, Tile, decode_tile, padded, precision_of, prefill_tile, wide
+from offroad.triton_kernels.attention import (
+    KINDS,
+    SMALLEST,
+    Tile,
+    decode_tile,
+    padded,
+    precision_of,
+    prefill_tile,
+    wide,
+)
 from offroad.triton_kernels.compile import SHARED, Variant
 from offroad.triton_kernels.kv_rows import LISTS, store_rows
-from offroad.triton_kernels.paged_decode import SMALLEST, paged_decode, sum_partitions
+from offroad.triton_kernels.paged_decode import paged_decode, sum_partitions
 from offroad.triton_kernels.paged_prefill import paged_prefill
 
 _POINTERS = {
@@ -35,7 +44,7 @@ _SHAPES = (
 def _variant(
     label: str, function: Any, types: dict[str, str], constants: dict[str, Any], tile: Tile, **more: Any
 ) -> Variant:
-    names = [name for name in function.arg_names if name not in constants]
+    names = [name for name in function.arg_names if name not in constants and name != "PDL"]
     signature = {name: _TYPES.get(name) or types[name] for name in names}
     pointers = {name for name in names if signature[name] in _POINTERS.values() and name not in LISTS}
     aligned = tuple(name for name in names if name in pointers or name == "q_stride")

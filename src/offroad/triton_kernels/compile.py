@@ -69,7 +69,10 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     from triton.compiler import ASTSource
 
     names = variant.function.arg_names
-    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    constants = dict(variant.constants)
+    if "PDL" in names:  # as `dependent.launching` has it on such a GPU
+        constants["PDL"] = arch >= 90
+    constants = {(names.index(name),): value for name, value in constants.items()}
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
     source = ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)

@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 
 from offroad.device.profile import DeviceProfile
+from offroad.ops.gated_delta import CHUNK
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.triton_kernels.kernel import TritonKernel
 
@@ -51,6 +52,17 @@ def _bind(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(function, tiles=tiles(device, problem.dtype))
 
 
+def _chunks(device: DeviceProfile, problem: Problem) -> int:
+    """Bytes of what the kernels of chunks hand to one another: see `delta_chunk_jit.gated_delta`."""
+    sizes, tokens = dict(problem.sizes), problem.load.tokens
+    if problem.phase != "prefill" or not tokens:
+        return 0
+    item, parts = (4, 1) if problem.dtype == "float32" else (2, 2)
+    heads = sizes["value_heads"]
+    mixed = item * (2 * sizes["key_heads"] * sizes["key_dim"] + heads * sizes["value_dim"])
+    return tokens * (mixed + 8 * sizes["key_heads"] + 2 * parts * heads * CHUNK * item + 4 * heads)
+
+
 def register(registry: Registry) -> None:
     """Adds the kernel, for verify rows and chunks alike."""
     kernel = TritonKernel(
@@ -60,5 +72,6 @@ def register(registry: Registry) -> None:
         _limits,
         shared=lambda device, problem: tiles(device, problem.dtype).shared,
         features=frozenset({"silu", "sigmoid"}),
+        temporary=_chunks,
     )
     registry.add(kernel)

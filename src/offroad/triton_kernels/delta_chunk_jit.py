@@ -29,11 +29,12 @@ from offroad.ops.gated_delta import CHUNK, DeltaWeights
 from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import HOPPER, OTHERS, Tiles
+from offroad.triton_kernels.kv_rows import LISTS
 
 GATED = 16  # tokens of a program of the gate
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=LISTS)
 def mix_kernel(
     qkvz, ring, slots, starts, widths, offsets, taps, mixed, lengths, first, stride, ring_slot, ring_stride, capacity,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
@@ -147,7 +148,7 @@ def _store_parts(place, lacking, live, x, SPLIT: tl.constexpr):
         tl.store(place + lacking, low, mask=live)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=LISTS)
 def solve_kernel(
     mixed, lengths, ba, widths, offsets, a_log, dt_bias, solved, scores, sums, first, ba_stride, lacking,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -191,7 +192,7 @@ def solve_kernel(
         tl.store(sums + token * HEADS + head, total, mask=live)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=LISTS)
 def scan_kernel(
     mixed, lengths, solved, scores, sums, states, boundaries, slots, starts, widths, offsets, out, first, lacking,
     state_slot, state_stride, capacity,

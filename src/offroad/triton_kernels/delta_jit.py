@@ -20,6 +20,8 @@ from offroad.run.rows import RingView, Rows
 from offroad.triton_kernels import delta_chunk_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import Tiles
+from offroad.triton_kernels.dependent import launching, take_turn, wait_turn
+from offroad.triton_kernels.kv_rows import LISTS
 
 COLUMNS = 1024  # columns of a program that stores them
 
@@ -42,14 +44,15 @@ def _column(
     return (total * tl.sigmoid(total)).to(kind).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def step_kernel(
     qkvz, ba, ring, states, slots, starts, widths, offsets, taps, a_log, dt_bias, norm, out,
     stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, state_stride, state_capacity, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
-    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (r, h): the tokens of row r in value head h, one after another; a state is stored for each."""
+    wait_turn(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -96,12 +99,13 @@ def step_kernel(
         tl.store(out + token * (HEADS * DV) + head * DV + value, y.to(out.dtype.element_ty), mask=live_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=LISTS)
 def store_columns_kernel(
     qkvz, ring, slots, starts, widths, offsets, stride, ring_slot, ring_stride, channels,
-    CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (r, c): the newest raw columns of row r, as many as the ring has room for, in a block of channels."""
+    take_turn(PDL)
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row).to(tl.int64)
@@ -140,14 +144,15 @@ def gated_delta(
             kept.stride(0), kept.stride(1), state.capacity, eps,
             spec.value_heads, spec.value_heads // spec.key_heads, spec.key_dim, spec.value_dim, spec.kernel - 1,
             spec.gate == "silu", triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim),
-            num_warps=4,
+            num_warps=4, **launching(qkvz.shape[0]),
         )  # fmt: skip
     if rows.verify < count:
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
     if count and conv.capacity:
         store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
-            qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS
-        )
+            qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS,
+            **launching(qkvz.shape[0]),
+        )  # fmt: skip
     return out
 
 

@@ -11,13 +11,15 @@ import triton.language as tl
 from offroad.models.spec import AttentionSpec
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import launching, take_turn
 
 BLOCK = 1024  # columns of a program
 
 
 @triton.jit
-def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [tokens, size] = act(gate) * up; gate_up [tokens, 2 * size] with rows `stride` apart."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -31,8 +33,11 @@ def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOC
 
 
 @triton.jit
-def output_gate_kernel(x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def output_gate_kernel(
+    x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """out [tokens, size] = x * sigmoid(gate); the gates of a head's DIM columns follow its queries in qkv."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -42,9 +47,10 @@ def output_gate_kernel(x, qkv, out, x_stride, qkv_stride, size, DIM: tl.constexp
     tl.store(out + row * size + at, (value * tl.sigmoid(gate)).to(out.dtype.element_ty), mask=live)
 
 
-@triton.jit
-def embed_kernel(ids, weight, out, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def embed_kernel(ids, weight, out, size, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [tokens, size] = rows `ids` of weight [n, size], rounded to out's type before and after the scale."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -65,7 +71,9 @@ def gated_activation(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        gated_activation_kernel[_grid(tokens, size)](gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK)
+        gated_activation_kernel[_grid(tokens, size)](
+            gate_up, out, gate_up.stride(0), size, kind == "silu", BLOCK, **launching(tokens)
+        )
     return out
 
 
@@ -75,7 +83,9 @@ def output_gate(x: torch.Tensor, qkv: torch.Tensor, spec: AttentionSpec) -> torc
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         strides = (x.stride(0), qkv.stride(0))
-        output_gate_kernel[_grid(*x.shape)](x, qkv, out, *strides, x.shape[1], spec.head_dim, BLOCK)
+        output_gate_kernel[_grid(*x.shape)](
+            x, qkv, out, *strides, x.shape[1], spec.head_dim, BLOCK, **launching(x.shape[0])
+        )
     return out
 
 
@@ -85,7 +95,9 @@ def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -
     out = torch.empty((ids.shape[0], weight.k), dtype=dtype, device=ids.device)
     if out.numel():
         rounded = float(torch.tensor(scale, dtype=dtype))
-        embed_kernel[_grid(*out.shape)](ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK)
+        embed_kernel[_grid(*out.shape)](
+            ids.contiguous(), table, out, weight.k, rounded, scale != 1.0, BLOCK, **launching(ids.shape[0])
+        )
     return out
 
 

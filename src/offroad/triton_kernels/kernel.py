@@ -22,8 +22,9 @@ class TritonKernel:
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
     gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
     gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
-    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it (see
-    ops/spec.py).
+    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it, `invariant`: it
+    can keep rows apart (see ops/spec.py), and `bind` minds whether the problem asks for it; `workspace`,
+    `temporary`: bytes, as in a verdict.
     """
 
     name: str
@@ -38,6 +39,9 @@ class TritonKernel:
     cost: float = 1.0
     reference: bool = False
     capturable: bool = True
+    invariant: bool = True
+    workspace: Callable[[DeviceProfile, Problem], int] = lambda device, problem: 0
+    temporary: Callable[[DeviceProfile, Problem], int] = lambda device, problem: 0
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":
@@ -55,7 +59,8 @@ class TritonKernel:
         needed, there = self.shared(device, problem), device.shared_per_block
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
-        return Verdict(True, self.reason, cost=self.cost, layout=self.layout)
+        memory = self.workspace(device, problem), self.temporary(device, problem)
+        return Verdict(True, self.reason, self.cost, self.layout, *memory)
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.bind(device, problem)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from offroad.triton_kernels.dependent import take_turn
+
 # Arguments that lie anywhere in a step's arrays: a kernel compiled for each alignment of them would gain nothing.
 LISTS = (
     "slots", "starts", "widths", "offsets", "positions", "k_scale", "v_scale", "part_max", "part_sum"
@@ -60,10 +62,11 @@ def store_rows(
     k, v, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
     k_stride, v_stride, table_stride,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    KIND: tl.constexpr, SCALED: tl.constexpr, PAGES: tl.constexpr, FRESH: tl.constexpr,
+    KIND: tl.constexpr, SCALED: tl.constexpr, PAGES: tl.constexpr, FRESH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes a step's rows to pages where the table has a block above 0 (PAGES), and as they are stored there to
     `k_fresh`, `v_fresh` [tokens, kv_heads, dim] (FRESH). Grid (rows, tiles of TOKENS, kv_heads)."""
+    take_turn(PDL)
     row, head = tl.program_id(0), tl.program_id(2)
     number = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     live = number < tl.load(widths + row)

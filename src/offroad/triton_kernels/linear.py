@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
-from offroad.quant.packed import Packed, group_of
+from offroad.quant.packed import PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
+from offroad.triton_kernels.memory import DENSE_BYTES, split_bytes
 
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
@@ -22,6 +24,7 @@ REASON = {
     "dense": "Triton kernel, each expert's weights once for all of its tokens",
 }
 SMALLEST_GROUP = 16
+DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
@@ -43,16 +46,34 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
     return limits
 
 
-def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.triton_kernels.linear_run import run
+def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
+    if not problem.invariant:
+        return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
+    return _limits("dense")(device, problem)
 
-    return run
+
+def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, run
+
+    return partial(run, on=card_of(device), invariant=problem.invariant)
+
+
+def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_run import card_of, dense
+
+    return partial(dense, on=card_of(device))
+
+
+def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
+    return f"reads dense weights; stored: {packed[0]}" if packed else None
 
 
 def _bind_grouped(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_grouped import grouped
+    from offroad.triton_kernels.linear_run import card_of
 
-    return grouped
+    return partial(grouped, on=card_of(device), invariant=problem.invariant)
 
 
 def embed(ids: torch.Tensor, weight: Packed, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -65,12 +86,21 @@ def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
     return embed
 
 
+def workspace(device: DeviceProfile, problem: Problem) -> int:
+    """Parts of sums; dequantised weights where a step has as many tokens that this is done (or the like of them)."""
+    return DENSE_BYTES if problem.load.tokens >= DENSE_FROM or problem.invariant else split_bytes(device.units)
+
+
+def _grouped_workspace(device: DeviceProfile, problem: Problem) -> int:
+    return 0 if problem.invariant else split_bytes(device.units)
+
+
 def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
     return lambda device, problem: SHARED_OF[layout]
 
 
 def register(registry: Registry) -> None:
-    """Adds the linears and embeddings over weights of 4 and of 8 bits, and the linears of experts."""
+    """Adds the linears and embeddings over weights of 4 and of 8 bits, the dense ones and those of experts."""
     for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
         limits, shared = _limits(layout), _shared(layout)
         registry.add(
@@ -82,8 +112,22 @@ def register(registry: Registry) -> None:
                 shared,
                 layout=layout,
                 reason=REASON[layout],
+                workspace=_grouped_workspace,
             )
         )
+    registry.add(
+        TritonKernel(
+            "triton.linear_invariant",
+            "linear",
+            _bind_linear,
+            _only_invariant,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            layout="dense",
+            reason="Triton kernel of one tile: --batch-invariant",
+            workspace=workspace,
+        )
+    )
     for layout, bits in ((W4, 4), (W8, 8)):
         limits = _limits(layout)
         registry.add(
@@ -96,6 +140,22 @@ def register(registry: Registry) -> None:
                 features=frozenset({"bias"}),
                 layout=layout,
                 reason=REASON[layout],
+                workspace=workspace,
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            "triton.linear_dense",
+            "linear",
+            _bind_dense,
+            _dense_limits,
+            _shared("dense"),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout="dense",
+            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+            invariant=False,
+            workspace=lambda device, problem: split_bytes(device.units),
+        )
+    )

@@ -5,12 +5,13 @@ Nothing here waits for the device, and grids depend on shapes alone, so a step c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from offroad.quant.packed import Packed
-from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Tile, card, launch, stored, tile, width
+from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -53,10 +54,12 @@ def grouped(
     *,
     invariant: bool = False,
     choice: Tile | None = None,
+    on: Card | None = None,
 ) -> torch.Tensor:
     """`x w_e^T` for each token's experts; x [tokens, k] or [tokens, top_k, k], experts int64 [tokens, top_k], weight
     [count * n, k] -> [tokens, top_k, n]. Few pairs are blocks of their own, and each reads its expert's weight; more
-    are sorted by expert, and a block reads it for all of its tokens. `invariant`, `choice`: as in `linear_run.run`."""
+    are sorted by expert, and a block reads it for all of its tokens. `invariant`, `choice`, `on`: as in
+    `linear_run.run`."""
     n, pairs, top_k = weight.n // count, experts.numel(), experts.shape[1]
     if weight.perm is not None:
         x = x.index_select(-1, weight.perm)
@@ -68,7 +71,9 @@ def grouped(
     alone = pairs <= PAIRS and not invariant
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
     blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, blocks, card(x.device), x.dtype)
+    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype)
+    if invariant:
+        at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
     if alone:
         ids, owner = _alone(pairs, at.m, x.device), experts.flatten()
     else:

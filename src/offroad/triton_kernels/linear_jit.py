@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import wait_turn
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
@@ -37,13 +38,13 @@ def _fragments(p, NT: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, DTYPE:
 
 
 @triton.jit
-def _scales(s, sn, unit, units, s_group, group_units, FOLD: tl.constexpr):
+def _scales(s, sn, unit, units, s_group, GROUP_UNITS: tl.constexpr, FOLD: tl.constexpr):
     """Scales of step `unit` (the last one's past the end), [BN] or [BN, FOLD]; `sn` are offsets of a row's first."""
     unit = tl.minimum(unit, units - 1)
     if FOLD > 1:
         return tl.load(s + sn + unit.to(tl.int64) * (FOLD * s_group))
     else:
-        return tl.load(s + sn + (unit // group_units).to(tl.int64) * s_group)
+        return tl.load(s + sn + (unit // GROUP_UNITS).to(tl.int64) * s_group)
 
 
 @triton.jit
@@ -63,7 +64,7 @@ def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
     return tl.reshape(wide, (BN, BK))
 
 
-@triton.jit(do_not_specialize=["rows", "units", "per", "group_units", "per_token"])  # one kernel for every batch
+@triton.jit(do_not_specialize=["rows", "units", "per", "per_token"])  # one kernel for every batch
 def linear(
     x,
     w,
@@ -82,10 +83,10 @@ def linear(
     units,
     per,
     s_group,
-    group_units,
     per_token,
     KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
     FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
+    GROUP_UNITS: tl.constexpr,  # steps that share a scale, where FOLD is 1
     E4M3_SCALES: tl.constexpr,
     HAS_M: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
@@ -98,6 +99,7 @@ def linear(
     STAGES: tl.constexpr,
     PER: tl.constexpr,  # per, in the interpreter; else 0
     ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x.dtype.element_ty
     DENSE: tl.constexpr = KIND == "dense"
@@ -107,6 +109,7 @@ def linear(
     rn = pn * BN + tl.arange(0, BN)
     rm = pm * BM + tl.arange(0, BM)
     first_row = tl.cast(0, tl.int64)  # of the weight
+    wait_turn(PDL)
     if GROUPED:
         expert = tl.load(owner + pm)
         if expert < 0:
@@ -129,16 +132,16 @@ def linear(
         else:
             sn = first_row + rn.to(tl.int64)
     if not DENSE:  # read one step ahead: Triton prefetches only what a product reads as it is
-        sc = _scales(s, sn, first, units, s_group, group_units, FOLD)
+        sc = _scales(s, sn, first, units, s_group, GROUP_UNITS, FOLD)
         if HAS_M:
-            mc = _scales(m, sn, first, units, s_group, group_units, FOLD)
+            mc = _scales(m, sn, first, units, s_group, GROUP_UNITS, FOLD)
     acc = tl.zeros((BN, BM), tl.float32)
     for j in tl.range(0, PER if PER > 0 else per, num_stages=STAGES):
         unit = first + j
         if not DENSE:
-            sc_next = _scales(s, sn, unit + 1, units, s_group, group_units, FOLD)
+            sc_next = _scales(s, sn, unit + 1, units, s_group, GROUP_UNITS, FOLD)
             if HAS_M:
-                mc_next = _scales(m, sn, unit + 1, units, s_group, group_units, FOLD)
+                mc_next = _scales(m, sn, unit + 1, units, s_group, GROUP_UNITS, FOLD)
         if EVEN:
             xt = tl.load(xp + unit * BK, mask=ok[None, :], other=0.0)
         else:
@@ -191,7 +194,7 @@ def linear(
     tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
 
 
-@triton.jit(do_not_specialize=["first", "last", "units", "group_units"])
+@triton.jit(do_not_specialize=["first", "last", "units"])
 def dequantise(
     w,
     s,
@@ -203,18 +206,20 @@ def dequantise(
     k,
     units,
     s_group,
-    group_units,
     KIND: tl.constexpr,
     FOLD: tl.constexpr,
+    GROUP_UNITS: tl.constexpr,
     E4M3_SCALES: tl.constexpr,
     HAS_M: tl.constexpr,
     HAS_ROW_SCALE: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows [first, last) of a weight into `out` [last - first, k], scaled in fp32; `first` is a multiple of 64."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048
     BN: tl.constexpr = 64
+    wait_turn(PDL)
     unit = tl.program_id(1)
     rn = first + tl.program_id(0) * BN + tl.arange(0, BN)
     kk = unit * BK + tl.arange(0, BK)
@@ -223,19 +228,19 @@ def dequantise(
     wt = _fragments(p, 1, BN, KIND, DTYPE, ASM).to(tl.float32)
     if FOLD > 1:
         sn = rn.to(tl.int64)[:, None] + tl.arange(0, FOLD)[None, :] * s_group
-        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
+        sc = _scales(s, sn, unit, units, s_group, GROUP_UNITS, FOLD)
         if E4M3_SCALES:
             sc = scale_numbers(sc, tl.float32, False)
         wt = wt * _spread(sc, FOLD, BN, tl.float32)
         if HAS_M:
-            mc = _minima(_scales(m, sn, unit, units, s_group, group_units, FOLD), sc)
+            mc = _minima(_scales(m, sn, unit, units, s_group, GROUP_UNITS, FOLD), sc)
             wt = wt + _spread(mc, FOLD, BN, tl.float32)
     else:
         sn = rn.to(tl.int64)
-        sc = _scales(s, sn, unit, units, s_group, group_units, FOLD)
+        sc = _scales(s, sn, unit, units, s_group, GROUP_UNITS, FOLD)
         wt = wt * sc.to(tl.float32)[:, None]
         if HAS_M:
-            mc = _scales(m, sn, unit, units, s_group, group_units, FOLD)
+            mc = _scales(m, sn, unit, units, s_group, GROUP_UNITS, FOLD)
             wt = wt + _minima(mc, sc)[:, None]
     if HAS_ROW_SCALE:
         wt = wt * tl.load(row_scale + rn)[:, None]
@@ -255,8 +260,18 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     pointers |= {"m": "i16"} if options.get("HAS_M") else {}
     pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
     pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
-    sizes = ("rows", "n", "k", "units", "per", "s_group", "group_units", "per_token")
-    constants = {"KIND": kind, "FOLD": 1, "BN": bn, "BM": bm, "SPLIT": 4, "STAGES": 4, "PER": 0, "EVEN": True}
+    sizes = ("rows", "n", "k", "units", "per", "s_group", "per_token")
+    constants = {
+        "KIND": kind,
+        "FOLD": 1,
+        "GROUP_UNITS": 1,
+        "BN": bn,
+        "BM": bm,
+        "SPLIT": 4,
+        "STAGES": 4,
+        "PER": 0,
+        "EVEN": True,
+    }
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
     warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
     constants |= options
@@ -272,8 +287,16 @@ _FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
 
 def _dequantise(label: str, kind: str, **options: Any) -> Variant:
     pointers = {"w": "*i32", "s": "*bf16", "out": "*bf16"}
-    sizes = dict.fromkeys(("first", "last", "k", "units", "s_group", "group_units"), "i32")
-    constants = {"KIND": kind, "FOLD": 1, "E4M3_SCALES": False, "HAS_M": False, "HAS_ROW_SCALE": False, "ASM": True}
+    sizes = dict.fromkeys(("first", "last", "k", "units", "s_group"), "i32")
+    constants = {
+        "KIND": kind,
+        "FOLD": 1,
+        "GROUP_UNITS": 1,
+        "E4M3_SCALES": False,
+        "HAS_M": False,
+        "HAS_ROW_SCALE": False,
+        "ASM": True,
+    }
     archs = options.pop("archs")
     constants |= {"m": None, "row_scale": None} | options
     aligned = (*pointers, "k", "s_group")

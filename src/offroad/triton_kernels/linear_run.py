@@ -13,15 +13,20 @@ from typing import Any
 import torch
 import triton
 
+from offroad.device.profile import DeviceProfile
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_jit
+from offroad.triton_kernels.dependent import launching
+from offroad.triton_kernels.linear import DENSE_FROM
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
+from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY
 
 INTERPRETED = triton.knobs.runtime.interpret
-DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
-DENSE_BYTES = 64 << 20  # dequantised weights that are in memory at a time
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
+ENOUGH_WIDE = 1.8  # the same for 17 to 64 tokens and 4-bit weights
+ENOUGH_DENSE = 1.9  # the same for few tokens and dense weights
+DENSE_TOKENS, DENSE_OUTPUTS = 16, 65536  # up to which dense weights are read by the kernel, not by torch's GEMM
 MOST_SPLITS = 16
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
@@ -64,6 +69,7 @@ class Stored:
         return {
             "KIND": self.kind,
             "FOLD": self.fold,
+            "GROUP_UNITS": self.group_units,
             "E4M3_SCALES": self.s is not None and self.s.dtype == torch.uint8,
             "HAS_M": self.m is not None,
             "HAS_ROW_SCALE": self.r is not None,
@@ -103,14 +109,20 @@ def width(rows: int, dtype: torch.dtype) -> int:
 def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype) -> Tile:
     """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
     m = width(rows, dtype)
-    whole = kind != "dense" and dtype != torch.float32 and -(-n // BLOCK_N) % 2 == 0
+    floats, four = dtype == torch.float32, kind in ("int4", "e2m1")
+    whole = kind != "dense" and not floats and not four and -(-n // BLOCK_N) % 2 == 0
+    # 4-bit weights, measured on an H100: tiles of 128 outputs leave some SMs with one more of few programs.
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
-    few = m == 16 and kind in ("int4", "e2m1") and dtype != torch.float32
-    if few:
-        wide = 64  # measured on an H100: tiles of 128 leave some SMs with one more of few programs
-    stages = 2 if dtype == torch.float32 else 3 if few or m == 64 or kind in ("dense", "int8", "e4m3") else 4
-    wanted = (ENOUGH_4_BIT if few else ENOUGH) * card.sms
-    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), wanted), stages=stages)
+    stages = 2 if floats else 3 if m == 64 or four or kind in ("dense", "int8", "e4m3") else 4
+    enough = (
+        ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT if m == 16 else ENOUGH_WIDE
+    )
+    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), enough * card.sms), stages=stages)
+
+
+def card_of(profile: DeviceProfile) -> Card:
+    """The card that a plan is for: which tile a launch takes is known without it."""
+    return Card(profile.units, profile.compute_capability is not None and profile.compute_capability[0] == 9)
 
 
 @cache
@@ -122,24 +134,6 @@ def card(device: torch.device) -> Card:
     return Card(found.multi_processor_count, found.major == 9)
 
 
-class Memory:
-    """Tensors kept between launches, by device and use; one that must grow leaves the smaller one to the graphs that
-    captured it. Launches of one device use it one after the other: one stream."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[torch.device, str], list[torch.Tensor]] = {}
-
-    def get(self, device: torch.device, use: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """At least `size` elements; zeros when it is made."""
-        kept = self.kept.setdefault((device, use), [])
-        if not kept or kept[-1].numel() < size:
-            kept.append(torch.zeros(size, dtype=dtype, device=device))
-        return kept[-1]
-
-
-MEMORY = Memory()
-
-
 def run(
     x: torch.Tensor,
     weight: Packed,
@@ -147,16 +141,17 @@ def run(
     invariant: bool = False,
     dense_from: int = DENSE_FROM,
     choice: Tile | None = None,
+    on: Card | None = None,
 ) -> torch.Tensor:
     """`x w^T + bias`; x [tokens, k] -> [tokens, n].
 
     By the number of rows: few have a tile as narrow as they are, more several tiles of 64 beside each other, and from
     `dense_from` on the weight is dequantised into memory for torch's GEMM. `invariant` pins one tile and one split of k
     for a shape, so that a row's result is bit for bit the same in every batch; it costs bandwidth at few rows and
-    operations at many. `choice` is a tile to measure.
+    operations at many. `choice` is a tile to measure, `on` the card (None: that of x).
     """
-    if "w" in weight.tensors:
-        return torch.nn.functional.linear(x, weight.tensors["w"], weight.bias)
+    if "w" in weight.tensors and not invariant:
+        return dense(x, weight, on=on)
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)
     rows = x.shape[0]
@@ -167,8 +162,24 @@ def run(
     if rows:
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
-        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), card(x.device), x.dtype)
-        launch(x, it, y, weight, at, -(-rows // at.m), weight.n)
+        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
+        fits = DENSE_BYTES // (4 * at.split * weight.n) // at.m * at.m  # rows whose parts of sums have room
+        piece = max(at.m, fits) if invariant and at.split > 1 else rows
+        for first in range(0, rows, piece):
+            part = slice(first, first + piece)
+            launch(x[part], it, y[part], weight, at, -(-len(y[part]) // at.m), weight.n)
+    return y
+
+
+def dense(x: torch.Tensor, weight: Packed, *, on: Card | None = None) -> torch.Tensor:
+    """`run` of a dense weight in x's type: few tokens by the kernel, more by torch's GEMM."""
+    rows, w = x.shape[0], weight.tensors["w"]
+    if not 0 < rows <= DENSE_TOKENS or weight.n > DENSE_OUTPUTS or x.dtype == torch.float32 or not w.is_contiguous():
+        return torch.nn.functional.linear(x, w, weight.bias)
+    x, it = x.contiguous(), Stored("dense", w)
+    y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
+    at = tile("dense", weight.n, weight.k, rows, 1, on or card(x.device), x.dtype)
+    launch(x, it, y, weight, at, 1, weight.n)
     return y
 
 
@@ -211,7 +222,6 @@ def launch(
         units,
         per,
         it.s_group,
-        it.group_units,
         per_token,
         **it.flags,
         HAS_BIAS=weight.bias is not None,
@@ -224,6 +234,7 @@ def launch(
         PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
         num_warps=at.warps,
+        **launching(rows),
     )
 
 
@@ -248,9 +259,9 @@ def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
             k,
             units,
             it.s_group,
-            it.group_units,
             **it.flags,
             ASM=not INTERPRETED and x.dtype != torch.float32,
+            **launching(x.shape[0]),
         )
         torch.mm(x, piece.T, out=y[:, first:last])
     return y if weight.bias is None else y.add_(weight.bias)

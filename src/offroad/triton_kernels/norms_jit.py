@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import launching, take_turn
 
 
 @triton.jit
@@ -17,8 +18,9 @@ def _normed(x, size, eps):
 
 
 @triton.jit
-def norm_kernel(x, weight, out, x_stride, size, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def norm_kernel(x, weight, out, x_stride, size, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """x [tokens, size] with rows `x_stride` apart -> out [tokens, size]."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < size
@@ -42,8 +44,10 @@ def add_norm_kernel(
     eps,
     SANDWICH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """total = residual + x (or + norm(x, post)), out = norm(total, weight); rounded where the reference rounds."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < size
@@ -76,7 +80,16 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tens
     block = triton.next_power_of_2(size)
     if out.numel():
         norm_kernel[(rows.shape[0],)](
-            rows, weight, out, rows.stride(0), size, eps, weight is not None, block, num_warps=warps_of(block)
+            rows,
+            weight,
+            out,
+            rows.stride(0),
+            size,
+            eps,
+            weight is not None,
+            block,
+            num_warps=warps_of(block),
+            **launching(rows.shape[0]),
         )
     return out
 
@@ -117,6 +130,7 @@ def _add_norm(
             post is not None,
             block,
             num_warps=warps_of(block),
+            **launching(tokens),
         )
     return out, total
 

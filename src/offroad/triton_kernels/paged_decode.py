@@ -7,11 +7,12 @@ number of programs nor what else is in the step changes a bit of the answer.
 import triton
 import triton.language as tl
 
+from offroad.triton_kernels.dependent import take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS, loaded
 
-# Partitions of a history are SMALLEST tokens long up to position 32 * SMALLEST, then twice as long per doubling of the
-# position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too many for memory.
-SMALLEST = 128
+# Partitions of a history are SMALLEST tokens long (see attention.py) up to position 32 * SMALLEST, then twice as long
+# per doubling of the position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too
+# many for memory.
 DOUBLINGS = 13
 _DOUBLINGS: tl.constexpr = tl.constexpr(DOUBLINGS)
 
@@ -52,7 +53,7 @@ def paged_decode(
     scale, softcap, q_stride, table_stride, partitions, first_token,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, BASE: tl.constexpr, KIND: tl.constexpr,
-    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Unnormalised sums of values, largest scores (of base 2) and sums of weights of every partition, as
     [tokens, heads, partitions, dim] and [tokens, heads, partitions] in fp32; number p is at `p % partitions`.
@@ -60,6 +61,7 @@ def paged_decode(
     Grid (rows, tiles of BLOCK_M queries * kv_heads, splits): a split takes neighbouring partitions, about as many
     tokens as any other, or exits. A query is a token's one of the GROUP heads of a KV head, tokens first.
     """
+    wait_turn(PDL)
     row, head, tile = tl.program_id(0), tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     split, splits = tl.program_id(2), tl.num_programs(2)
     width, start = tl.load(widths + row), tl.load(starts + row)
@@ -139,9 +141,10 @@ def paged_decode(
 def sum_partitions(
     out, part, part_max, part_sum, positions, v_scale, partitions, first_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
-    STEP: tl.constexpr, WINDOW: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr,
+    STEP: tl.constexpr, WINDOW: tl.constexpr, BASE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, heads, dim] from a token's partitions, in their order. Grid (tokens, heads), from `first_token`."""
+    take_turn(PDL)
     number_of, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = number_of + first_token
     position = tl.load(positions + token).to(tl.int32)

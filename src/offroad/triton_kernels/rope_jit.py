@@ -10,6 +10,7 @@ import triton.language as tl
 
 from offroad.models.spec import AttentionSpec
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import launching, take_turn
 
 TOKENS = 4  # tokens of a program, one a warp: a head's sum is the same whatever the batch
 
@@ -56,15 +57,17 @@ def _rotated(
     return tl.where(turns[None], x * cos + other * sin, x).to(kind)
 
 
-@triton.jit(do_not_specialize=["tokens", "position_stride"])
+@triton.jit(do_not_specialize=["tokens", "position_stride"], do_not_specialize_on_alignment=["positions"])
 def qkv_rope_kernel(
     qkv, positions, table, q_weight, k_weight, q, k, v, tokens, stride, position_stride, eps,
     HEADS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, Q_STEP: tl.constexpr, ROPE: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr,
     STREAMS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (i, h): tokens [i TOKENS, (i + 1) TOKENS) of query head h, else of key head h - HEADS, else of a value
     head, which is normed without weights. Query heads lie Q_STEP columns apart."""
+    take_turn(PDL)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live_token = token < tokens
     head = tl.program_id(1)
@@ -119,6 +122,7 @@ def qkv_rope(
             qkv, positions, table, q_norm, k_norm, q, k, v, tokens, qkv.stride(0), positions.stride(0), eps,
             heads, kv_heads, dim, spec.q_width // heads, spec.rope.dim, q_norm is not None, k_norm is not None,
             spec.k_eq_v, sections is not None, height, width, TOKENS, triton.next_power_of_2(dim), num_warps=TOKENS,
+            **launching(tokens),
         )  # fmt: skip
     return q, k, v
 

@@ -9,14 +9,16 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import launching, take_turn
 
 
 @triton.jit
 def route_kernel(
     logits, scale, weights, chosen, stride, experts,
-    TOP: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    TOP: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """weights fp32 and chosen int64 [tokens, TOP] of logits [tokens, experts]; of equal ones the first."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < experts
@@ -49,7 +51,17 @@ def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple
     if tokens:
         blocks = (triton.next_power_of_2(experts), triton.next_power_of_2(top_k))
         route_kernel[(tokens,)](
-            logits, scale, weights, chosen, logits.stride(0), experts, top_k, scale is not None, *blocks, num_warps=1
+            logits,
+            scale,
+            weights,
+            chosen,
+            logits.stride(0),
+            experts,
+            top_k,
+            scale is not None,
+            *blocks,
+            num_warps=1,
+            **launching(tokens),
         )
     return weights, chosen
 

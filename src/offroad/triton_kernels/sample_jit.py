@@ -14,6 +14,7 @@ import triton.language as tl
 
 from offroad.sample.choose import Filters
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.dependent import launching, take_turn
 
 BLOCK = 512  # counters of four tokens of a program
 
@@ -61,9 +62,22 @@ def _first_best(scores, tokens):
 
 @triton.jit
 def draw_kernel(
-    logits, top, temperature, low, seed, position, scores, tokens, stride, vocab, parts, BLOCK: tl.constexpr
+    logits,
+    top,
+    temperature,
+    low,
+    seed,
+    position,
+    scores,
+    tokens,
+    stride,
+    vocab,
+    parts,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (r, p): the best of tokens [4 p BLOCK, 4 (p + 1) BLOCK) of row r."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     words = _words(block, tl.load(position + row), tl.load(seed + row))
@@ -82,8 +96,9 @@ def draw_kernel(
 
 
 @triton.jit
-def choose_kernel(scores, tokens, out, parts, BLOCK: tl.constexpr):
+def choose_kernel(scores, tokens, out, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [rows]: the best of each row's parts."""
+    take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     score = tl.load(scores + row * parts + at, mask=at < parts, other=float("-inf"))
@@ -102,9 +117,20 @@ def draw(logits: torch.Tensor, filters: Filters) -> torch.Tensor:
     if rows:
         numbers = (filters.temperature, filters.low, filters.seed, filters.position)
         draw_kernel[(rows, parts)](
-            logits, logits.amax(-1), *numbers, scores, tokens, logits.stride(0), vocab, parts, BLOCK
+            logits,
+            logits.amax(-1),
+            *numbers,
+            scores,
+            tokens,
+            logits.stride(0),
+            vocab,
+            parts,
+            BLOCK,
+            **launching(rows),
         )
-        choose_kernel[(rows,)](scores, tokens, out, parts, triton.next_power_of_2(parts), num_warps=1)
+        choose_kernel[(rows,)](
+            scores, tokens, out, parts, triton.next_power_of_2(parts), num_warps=1, **launching(rows)
+        )
     return out
 
 

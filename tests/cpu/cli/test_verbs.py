@@ -182,6 +182,7 @@ def test_the_screen_says_where_and_what():
         device="Test CPU",
         dtype="float32",
         memory_summary="weights 0.1 GiB",
+        compiled="",
         plan_fingerprint="abc123",
         load_seconds=1.25,
         plan_summary="linear native\nattention torch",

@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from offroad.errors import ModelError, QueueFull, RequestError
-from offroad.schedule.request import Request, Stats, TokenEvent, TokenLogprobs
+from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent, TokenLogprobs
 from offroad.settings import Settings
 from offroad.weights.source import TokenizerFiles
 
@@ -127,6 +127,10 @@ class FakeEngine:
         if request.params.logprobs is not None:
             top = [(token, -0.5), ((token + 1) % VOCAB, float("-inf"))][: request.params.logprobs]
             logprobs = [TokenLogprobs(-0.5, top)]
+        scores = None
+        if request.params.prompt_logprobs is not None and done == 1 and key[1] == 0:
+            best = [(7, -0.25), (8, -1.5)][: request.params.prompt_logprobs]
+            scores = [TokenLogprobs(-float(token), best, token) for token in request.prompt_ids[1:]]
         cached = 1 if key[1] == 0 else 2
         return TokenEvent(
             **where,
@@ -135,6 +139,7 @@ class FakeEngine:
             finish_reason=reason,
             stop_reason=token if reason == "stop" and not stop else None,
             cached=cached if done == 1 else 0,
+            prompt_logprobs=scores,
         )
 
     def stats(self) -> Stats:
@@ -148,6 +153,12 @@ class FakeEngine:
             prefix_matched_tokens=8,
             prefix_resumed_tokens=4,
         )
+
+    def sequences(self) -> list[SequenceState]:
+        return [
+            SequenceState(request.id, index, "decode", prompt := len(request.prompt_ids), 1, prompt + done, done)
+            for (_, index), (request, _, done) in self.running.items()
+        ]
 
     def check(self) -> None:
         assert not self.running, f"held: {sorted(self.running)}"

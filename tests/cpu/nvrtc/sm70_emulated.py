@@ -60,6 +60,8 @@ class Function:
     source: Source
 
     def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
+        if 0 in grid:
+            return
         assert min(grid) > 0, grid
         assert max(grid[1:]) < 65_536, grid
         assert 0 < threads <= 1024
@@ -70,9 +72,9 @@ class Function:
         getattr(library, f"launch_{self.name}")(packed, sizes, threads, self.shared, ORDER.seed)
 
 
-def load(source: Source, name: str, layout: str) -> Function:
+def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
     """As `offroad.nvrtc.launch.load`; compiles when the function is first launched."""
-    return Function(name, struct.Struct(layout), source.shared, source)
+    return Function(name, struct.Struct(layout), source.shared if shares else 0, source)
 
 
 @cache

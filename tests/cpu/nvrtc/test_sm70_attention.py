@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from sm70_attention_cases import CASES, Case, expected, inputs
+from sm70_attention_cases import CASES, Case, expected, inputs, rows_of
 from sm70_emulated import ORDER, load, needs_compiler
 
 from offroad.device.profile import load_profile
@@ -63,3 +64,13 @@ def test_splits_that_are_not_live_are_not_read(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(float("nan")))
     found = attention.bind(V100, case.problem)(q, k, v, view, rows, case.spec)
     torch.testing.assert_close(found.float(), wanted, atol=LIMIT.absolute, rtol=LIMIT.relative)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_no_rows_need_no_launch(phase: str):
+    case = Case(64, 4, 2, ((3, 1),), fresh=False, phase=phase)
+    q, k, v, view, _ = inputs(case)
+    nothing = replace(
+        rows_of(((3, 1),), 1), **{name: np.zeros(0, np.int32) for name in ("slot", "start", "width", "offset")}
+    )
+    assert attention.bind(V100, case.problem)(q[:0], k, v, view, nothing, case.spec).shape == (0, 256)

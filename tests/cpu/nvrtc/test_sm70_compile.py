@@ -9,16 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sm70_models import CONFIGS
 
 from offroad.device.profile import load_profile
+from offroad.engine import make_plan
 from offroad.errors import OffroadError
-from offroad.nvrtc import attention, compile, delta, linear, rows
+from offroad.evidence.kernel_check import standard
+from offroad.nvrtc import attention, compile, delta, launch, linear, rows, workspace
 from offroad.nvrtc.compile import KernelCompileError, Source, compiled
 from offroad.nvrtc.entries import KERNELS
 from offroad.nvrtc.launch import LaunchError, Shapes
 from offroad.nvrtc.report import SHARED, reports
 from offroad.nvrtc.variants import sources, variants
+from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
+from offroad.run.bind import prepare
+from offroad.settings import Settings
+from offroad.weights.dummy import DummySource
 
 try:
     compile.include_folders()
@@ -32,6 +39,8 @@ HOT = (
     linear.source("q4", 1),
     linear.source("f8", 8),
     delta.source(128, 128, 4),
+    delta.chunk_source(128, 128),
+    workspace.source("q4"),
     rows.NORM,
     rows.GATE,
     rows.ROPE,
@@ -116,3 +125,17 @@ def test_entries_are_for_volta_in_fp16():
     assert not linears.check(replace(v100, compute_capability=(7, 5)), weight).ok
     assert "actorder" in linears.check(v100, replace(weight, stored=("affine4.x-g128+order",))).reason
     assert "dense" in linears.check(v100, replace(weight, stored=("bf16",))).reason
+
+
+def test_what_is_exported_is_all_that_the_doctor_and_small_models_load(monkeypatch):
+    """So that a machine whose NVRTC cannot compile for sm_70 runs them on what came along."""
+    loaded = set()
+    monkeypatch.setattr(launch, "load", lambda source, *_, **__: loaded.add(source))
+    registry, v100 = default_registry(), load_profile("v100-32gb")
+    for subject in standard(registry, v100):
+        registry.kernels[subject.kernel].prepare(v100, subject.problem)
+    for config in CONFIGS.values():
+        settings = Settings.of(model="dummy", device="v100-32gb", max_model_len=256, max_num_seqs=3)
+        prepare(make_plan(settings, DummySource(config, "cpu", "w4a16-g32")), registry)
+    assert loaded <= set(sources()), [source.label for source in loaded - set(sources())]
+    assert len(loaded) > 40

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from sm70_emulated import load, needs_compiler
 
 from offroad.device.profile import load_profile
+from offroad.evidence.kernel_check import Subject, check
 from offroad.models.spec import AttentionSpec, RopeSpec
 from offroad.nvrtc import launch, rows
 from offroad.ops import activation, norm, rope
+from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
 
 pytestmark = needs_compiler
@@ -104,3 +106,13 @@ def test_other_shapes_are_refused():
         rows.bind_add_norm(V100, PROBLEM)(x[:, :8], x[:1, :8], torch.ones(8), EPS)
     with pytest.raises(launch.LaunchError, match="table"):
         rows.bind_qkv_rope(V100, PROBLEM)(torch.zeros(1, 384).half(), torch.zeros(1), x, SPEC, None, None, EPS)
+
+
+def test_the_doctor_tries_them():
+    """The way that a V100's owner takes: `offroad doctor --kernels`."""
+    names = {"norm": "rms_norm", "output_gate": "output_gate"}
+    sizes = (("head_dim", 16), ("heads", 2), ("hidden", 72))
+    subjects = [Subject(f"cuda.sm70_{op}", replace(PROBLEM, op=op, sizes=sizes), "") for op in names]
+    results = check(subjects, default_registry(), V100, place="cpu")
+    assert {result.kernel for result in results} == {"cuda.sm70_norm", "cuda.sm70_output_gate"}
+    assert all(result.passed and result.repeats for result in results)

@@ -16,6 +16,7 @@ from offroad.sample.params import SamplingParams
 from offroad.schedule.job import Job, sequence_seed
 from offroad.schedule.request import Request
 from offroad.schedule.scheduler import Scheduler
+from offroad.schedule.standing import standings
 from offroad.schedule.step import Kind, StepResult, Want
 
 
@@ -152,6 +153,28 @@ def test_preemption_releases_the_youngest_and_gives_the_same_tokens(depth):
     restarted = [s for step in sim.steps for s in step.starts if len(s.tokens) > s.prompt_len]
     assert restarted
     assert all(s.prompt_len == 5 for s in restarted)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_how_far_sequences_are_is_told_through_a_preemption(depth):
+    sim = Sim(small(history=9), FULL, depth=depth)
+    names = [sim.add([seed] * 5, seed=seed, max_tokens=22) for seed in range(3)]
+    assert [(s.request_id, s.state, s.computed) for s in standings(sim.scheduler)] == [(n, "waiting", 0) for n in names]
+    seen: dict[str, list] = {name: [] for name in names}
+    while sim.flying or sim.scheduler.has_work():
+        sim.step()
+        for told in standings(sim.scheduler):
+            seen[told.request_id].append(told)
+    states = {name: {s.state for s in told} for name, told in seen.items()}
+    assert states[names[0]] <= {"prefill", "decode"}, "the oldest goes on"
+    assert {"decode", "preempted"} <= states[names[2]]
+    for told in seen.values():
+        generated = [s.generated for s in told]
+        assert generated == sorted(generated), "what was said is kept"
+        assert generated[-1] in (20, 21)
+        assert all(s.computed < s.prompt + s.generated for s in told if s.state == "decode")
+        assert all(s.generated and s.prompt == 5 for s in told if s.state == "preempted")
+        assert all(s.computed == 0 for s in told if s.state == "preempted")
 
 
 def test_a_sequence_that_fills_the_whole_cache_ends_with_a_reason():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 
 from fake_engine import SlowLoad
 
@@ -90,7 +89,8 @@ REFUSED_CHAT = [
     ({"priority": False}, "priority", "unsupported_field"),
     ({"service_tier": "flex"}, "service_tier", "unsupported_field"),
     ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_field"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_field"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_request"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_request"),
     ({"chat_template": "{{ x }}"}, "chat_template", "unsupported_field"),
     ({"max_tokns": 3}, "max_tokns", "unknown_field"),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown_field"),
@@ -162,7 +162,7 @@ REFUSED_COMPLETION = [
     ({"prompt": [1, "x"]}, "prompt", "invalid_value"),
     ({"prompt": {"text": "x"}}, "prompt", "invalid_value"),
     ({"logprobs": 21}, "logprobs", "invalid_request"),
-    ({"echo": True, "logprobs": 1}, "logprobs", "invalid_request"),
+    ({"echo": True, "logprobs": 1, "stream": True}, "logprobs", "invalid_request"),
     ({"messages": ABC}, "messages", "unknown_field"),
     ({"prompt": "x" * 500}, "max_tokens", "context_length_exceeded"),
 ]
@@ -450,23 +450,3 @@ def test_defects_are_500_without_details(stack, monkeypatch):
 
     answer = asyncio.run(main())
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-
-
-def test_chat_page_loads_nothing_from_elsewhere(stack):
-    made = stack()
-
-    async def main():
-        async with made.http() as http:
-            page = await http.get("/")
-            paths = re.findall(r'(?:href="|fetch\(")([^"]+)"', page.text)
-            asked = [(await http.get(f"/{path}")).status_code for path in paths]
-            body = {"messages": ABC, "stream": True, "stream_options": {"include_usage": True}}  # as the page sends it
-            return page, dict(zip(paths, asked, strict=True)), (await http.post(CHAT, json=body)).text
-
-    page, asked, streamed = asyncio.run(main())
-    assert page.headers["content-type"].startswith("text/html")
-    assert "://" not in page.text
-    assert "const body = { messages, stream: true, stream_options: { include_usage: true } };" in page.text
-    assert asked == {"plan": 200, "metrics": 200, "v1/chat/completions": 405, "v1/models": 200}
-    last = json.loads(streamed.split("\n\n")[-3].removeprefix("data: "))
-    assert {"predicted_n", "predicted_per_second", "prompt_ms", "prompt_n", "cached_n"} <= last["timings"].keys()

@@ -131,6 +131,29 @@ def test_completion_logprobs_echo_and_offsets(client, stream):
     assert text == "ababa"
 
 
+def test_logprobs_of_prompts(client):
+    """The engine says -id for each token of a prompt, with its id as rank."""
+    more = {"prompt_logprobs": 1}
+    answer = client.completions.create(model="fake", prompt=["abc", "x"], max_tokens=1, n=2, extra_body=more)
+    best = {"7": {"logprob": -0.25, "rank": 1, "decoded_token": "\a"}}
+    b, c = ({str(ord(x)): {"logprob": -float(ord(x)), "rank": ord(x), "decoded_token": x}} for x in "bc")
+    assert [choice.prompt_logprobs for choice in answer.choices] == [[None, b | best, c | best]] * 2 + [[None]] * 2
+    chat = client.chat.completions.create(model="fake", messages=ABC, max_tokens=1, extra_body={"prompt_logprobs": 0})
+    assert chat.prompt_logprobs == [None, b, c]
+    assert not hasattr(client.chat.completions.create(model="fake", messages=ABC, max_tokens=1), "prompt_logprobs")
+
+
+def test_echo_with_logprobs(client):
+    answer = client.completions.create(model="fake", prompt="abc", max_tokens=2, echo=True, logprobs=1)
+    [choice] = answer.choices
+    assert (choice.text, choice.logprobs.tokens) == ("abcab", ["a", "b", "c", "a", "b"])
+    assert choice.logprobs.token_logprobs == [None, -98.0, -99.0, -0.5, -0.5]
+    first = {"b": -98.0, "\a": -0.25}, {"c": -99.0, "\a": -0.25}
+    assert choice.logprobs.top_logprobs == [None, *first, {"a": -0.5}, {"b": -0.5}]
+    assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert not hasattr(choice, "prompt_logprobs")  # which nobody asked for
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [

@@ -103,6 +103,13 @@ def test_any_bytes(raw):
         parse(raw, ChatRequest)
 
 
+def test_what_a_client_has_copied_is_left_out():
+    said = {"role": "assistant", "content": "a", "reasoning": "b", "provider_specific_fields": {"reasoning": "b"}}
+    body = {"messages": [{"role": "user", "content": "x"}, said, {"role": "user", "content": "y"}]}
+    message = parse(json.dumps(body).encode(), ChatRequest).messages[1]
+    assert message.plain() == {"role": "assistant", "content": "a", "reasoning": "b"}
+
+
 def test_every_sampling_field_of_a_body_is_honoured():
     # A field of the body that is neither a sampling parameter nor known to be handled elsewhere would be ignored.
     elsewhere = {"model", "stream", "stream_options", "return_token_ids", "cache_salt", "add_special_tokens", "echo"}

@@ -12,7 +12,7 @@ from fake_engine import Scripted
 from serve_stack import Stack, Wire
 
 from offroad.text.answer import Notation
-from offroad.text.reasoning import CHANNEL, THINK
+from offroad.text.reasoning import CHANNEL, DSML_THINK, THINK
 
 ABC = [{"role": "user", "content": "abc"}]
 SEARCH = {
@@ -117,6 +117,27 @@ def test_thoughts_that_are_cut_off_are_thoughts(client, scripted, stream):
     assert (stopped.reasoning, stopped.content, stopped.finish) == ("I think for a", "", "stop")
 
 
+@pytest.mark.parametrize(
+    ("says", "ending", "more", "count"),
+    [
+        ("I think.</think>\n\nAnswer.", "<think>\n", {}, len("I think.</think>")),
+        ("<think>\nhm</think>yes", "", {}, len("<think>\nhm</think>")),
+        ("  no thoughts", "", {}, 0),
+        ("<thin", "", {}, 0),
+        ("Answer </think> only.", "<think>\n\n</think>\n\n", {}, 0),
+        ("</think>", "<think>\n", {}, len("</think>")),
+        ("I think for long", "<think>\n", {"max_tokens": 7}, 7),
+        ("I think for long", "<think>\n", {"stop": "for"}, len("I think for")),
+        ("I think.</think>Answer", "<think>\n", {"n": 2}, 2 * len("I think.</think>")),
+        (f"Hm.{XML_NOW}", "<think>\n", {"tools": [NOW]}, len("Hm.<tool_call>")),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(client, scripted, says, ending, more, count):
+    set_up(scripted, says, ending=ending)
+    usage = client.chat.completions.create(model="fake", messages=ABC, **more).usage
+    assert usage.completion_tokens_details.reasoning_tokens == count
+
+
 @both
 def test_thoughts_need_not_be_shown(client, scripted, stream):
     set_up(scripted, "I think.</think>Answer", ending="<think>\n")
@@ -129,6 +150,39 @@ def test_channels(client, scripted, stream):
     set_up(scripted, "<|channel>thought\nhm\n<channel|>yes", Notation(CHANNEL, "gemma4", READS))
     said = asked(client, stream)
     assert (said.reasoning, said.content) == ("hm", "yes")
+
+
+DSML = Notation(DSML_THINK, "deepseek_v4", frozenset({"tools", "thinking", "reasoning_effort"}))
+
+
+@both
+def test_dsml(client, scripted, stream):
+    call = (
+        '<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="query" string="true">a < b</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="limit" string="false">7</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    )
+    says = f"Hm.</think>Let me look.\n\n<｜DSML｜tool_calls>\n{call}{call}</｜DSML｜tool_calls>"
+    set_up(scripted, says, DSML, "<think>")
+    said = asked(client, stream, tools=[SEARCH, NOW], extra_body={"thinking": {"type": "enabled"}})
+    assert (said.reasoning, said.content, said.finish) == ("Hm.", "Let me look.", "tool_calls")
+    assert told(said.calls) == [CALLS[0]] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({"thinking": {"type": "disabled"}}, {"thinking": False}),
+        ({"thinking": True, "reasoning_effort": "max"}, {"thinking": True, "reasoning_effort": "max"}),
+        ({"reasoning_effort": "none"}, {"thinking": False}),
+        ({"enable_thinking": True}, {"thinking": True}),
+        ({"chat_template_kwargs": {"thinking": True}}, {"thinking": True}),
+    ],
+)
+def test_switches_of_a_template_that_calls_them_otherwise(client, scripted, more, options):
+    set_up(scripted, "x", DSML)
+    asked(client, False, extra_body=more)
+    given = scripted.stack.service.text.options
+    assert {name: given[name] for name in given if name not in ("add", "continue")} == options
 
 
 @both

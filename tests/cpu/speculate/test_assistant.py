@@ -10,6 +10,7 @@ import pytest
 import torch
 from assistant_files import oracle, write_assistant
 from drafters import answers, edited, engine, prompts, spoil, stored, tight, without
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from offroad import SamplingParams
@@ -172,6 +173,21 @@ def test_preempted_sequences_answer_alike(tiny, assistant, monkeypatch):
     spoil(small)
     assert answers(small, params, listed) == expected
     assert small.engine.stats().preemptions > 0
+
+
+def test_scores_of_prompts_change_no_draft(tiny, assistant, monkeypatch):
+    """All hidden states leave the model then, and the drafter still finds those that it begins from."""
+    llm = engine(tiny("gemma4")[0], "gemma4_assistant", assistant("gemma4")[0], 3, max_num_seqs=2)
+    seen, _ = watched(monkeypatch)
+    given, runs = [{"prompt_token_ids": ids} for ids in prompts((1, 30, 64, 90))], []
+    for scored in (None, 2):
+        llm.engine.reset_prefix_cache()
+        results = llm.generate(given, replace(GREEDY, prompt_logprobs=scored))
+        assert all((result.prompt_logprobs is None) == (scored is None) for result in results)
+        runs.append((list(seen), [result.outputs[0].token_ids for result in results]))
+        seen.clear()
+    assert runs[0] == runs[1]
+    llm.engine.check()
 
 
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_e"])

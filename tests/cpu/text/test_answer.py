@@ -10,10 +10,11 @@ from small_tokenizers import files
 
 from offroad.text.answer import Hidden, Notation, Reading
 from offroad.text.chat_template import ChatTemplate
-from offroad.text.reasoning import CHANNEL, THINK, opened_by
+from offroad.text.reasoning import CHANNEL, DSML_THINK, THINK, opened_by
 from offroad.text.said import together
 
 NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
+DSML = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 CALL = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 
 
@@ -53,6 +54,9 @@ ANSWERS = [
     (Reading(None, tools=(NOW,), named="now"), '{"a": 1}'),
     (Reading(None, tools=(NOW,), calls="json"), '[{"name": "now", "parameters": {}}]'),
     (Reading(), "plain"),
+    (Reading(DSML_THINK, True, (NOW,), "deepseek_v4"), f"why</think>a <think>b</think>c\n\n{DSML} d <think>e"),
+    (Reading(DSML_THINK, True, (NOW,), "deepseek_v4", several=False), f"why, never closed\n\n{DSML}{DSML}"),
+    (Reading(DSML_THINK, False), f"<think>hm</think>as text: {DSML}"),
 ]
 
 
@@ -97,3 +101,15 @@ def test_hidden_tags(parts: list[str], size: int):
         tag = next((tag for tag in ("<a>", "<ab>") if rest.startswith(tag)), "")
         expected, rest = expected + ("" if tag else rest[0]), rest[len(tag) or 1 :]
     assert out == expected
+
+
+def test_dsml_answers():
+    def told(reading: Reading, text: str):
+        parser = reading.parser()
+        said = together([parser.feed(text), parser.finish()])
+        return said.reasoning, said.content, len({piece.index for piece in said.calls})
+
+    again, once, plain = (answer for answer in ANSWERS if answer[0].thoughts is DSML_THINK)
+    assert told(*again) == ("why\nb", "a cd <think>e", 1)  # behind calls a tag is text
+    assert told(*once) == ("why, never closed", "", 1)
+    assert told(*plain) == ("hm", f"as text: {DSML}", 0)

@@ -173,6 +173,7 @@ def test_tool_calls_reach_the_template_as_objects(arguments):
         ([{"function": {"name": "f", "arguments": "{x"}}], "JSON object"),
         ([{"function": {"name": "f", "arguments": "[1]"}}], "JSON object"),
         ([{"function": {"name": "f", "arguments": 7}}], "JSON object"),
+        ([{"function": {"name": "f", "arguments": "[" * 100_000}}], "JSON object"),
         ([{"name": "f"}], "calls of functions"),
         (7, "a list of calls"),
         ("f", "a list of calls"),

@@ -115,6 +115,13 @@ SAMPLES = {
         '{"not": "a call"}',
         "  plain text {",
     ],
+    "deepseek_v4": [
+        'Hm.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="search">\n<｜DSML｜parameter name="query" string="true">'
+        'a < b</｜DSML｜parameter>\n<｜DSML｜parameter name="limit" string="false">3</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "text <｜DSML｜tool_calls> and <｜DSML｜invoke name=> more",
+        '<｜DSML｜invoke name="search"><｜DSML｜parameter name="arguments">{"limit": 1}</｜DSML｜parameter>',
+    ],
     "json": [
         '[{"name": "now", "parameters": {}}, {"name": "search", "parameters": {"query": "[x]"}}]',
         '[{"name": "now"',
@@ -151,6 +158,9 @@ def test_mixtures_of_tags_never_raise_and_pieces_do_not_matter(name: str, data: 
         "[",
         "now()",
     ]
+    tags += ["<｜DSML｜tool_calls>", '<｜DSML｜invoke name="search">', "</｜DSML｜invoke>", "</｜DSML｜tool_calls>"]
+    tags += ['<｜DSML｜parameter name="limit" string="', 'true">', 'false">', "</｜DSML｜parameter>", "<｜DSML｜invoke"]
+    tags += ['<｜DSML｜parameter name="arguments">', '{"limit": 1}', '"']
     tags += ["]", " ", "\n", "x", "<", "12", ",", ":"]
     text = "".join(data.draw(st.lists(st.sampled_from(tags), max_size=14)))
     sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
@@ -259,6 +269,7 @@ def test_what_a_template_asks_for():
     assert set(SAMPLES) == set(TOOL_PARSERS)
     assert tool_parser_of("... <tool_call>\\n<function=example> ...") == "qwen3_xml"
     assert tool_parser_of('<tool_call>{"name"') == "hermes"
+    assert tool_parser_of("</think> <｜DSML｜tool_calls>") == reasoning_parser_of("</think> <｜DSML｜") == "deepseek_v4"
     assert tool_parser_of("{{ messages }}") is None
     assert reasoning_parser_of("{% if '</think>' in content %}") == "qwen3"
     assert reasoning_parser_of("<|channel>thought") == "gemma4"

@@ -38,3 +38,15 @@ def _interpreter():
         patch.setattr(interpreter, "_convert_float", converted)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
         yield
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Products of matrices whose bits do not depend on a row's place, which a CPU's BLAS does not promise."""
+    from triton.runtime import interpreter
+
+    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        total = (a.data.T[:, :, None] * b.data[:, None]).sum(0)  # one product after the other
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

@@ -85,20 +85,6 @@ def test_prefill(name: str):
     same(PREFILL[name], "prefill")
 
 
-@pytest.fixture
-def exact_products(monkeypatch):
-    """Products of matrices whose bits do not depend on a row's place, which a CPU's BLAS does not promise."""
-    from triton.runtime import interpreter
-
-    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-        total = np.zeros_like(d.data)
-        for i in range(a.data.shape[1]):
-            total += a.data[:, i, None] * b.data[i]
-        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
 def part_of(values: tuple, row: int) -> tuple:
     """The step of one row of a case alone."""
     q, k, v, view, rows, spec = values

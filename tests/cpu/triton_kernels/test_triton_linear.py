@@ -24,6 +24,7 @@ from offroad.quant.packed import Packed, dequantise  # noqa: E402
 from offroad.triton_kernels import linear_grouped, linear_pack, linear_run  # noqa: E402
 from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
 from offroad.triton_kernels.linear_run import Tile  # noqa: E402
+from offroad.triton_kernels.memory import Memory  # noqa: E402
 
 
 def through(weight: Packed, x: torch.Tensor, **choice) -> torch.Tensor:
@@ -208,7 +209,7 @@ def test_declared_shared_memory_is_enough():
 def test_dequantised_in_pieces(monkeypatch):
     """Many rows: the weight goes through memory piece by piece, and each piece has its own columns of the result."""
     monkeypatch.setattr(linear_run, "DENSE_BYTES", 64 * 256 * 4)
-    monkeypatch.setattr(linear_run, "MEMORY", linear_run.Memory())
+    monkeypatch.setattr(linear_run, "MEMORY", Memory())
     weight = random_weight("affine4", 150, 256, 128, sym=False)
     x = torch.randn(4, 256)
     check(through(weight, x, dense_from=1), linear(x, weight))

@@ -1,27 +1,15 @@
 // Gated DeltaNet between its projections: causal convolution, then the recurrent rule, a block a head and row of the step.
 //
 // A thread has one column of the state in registers, KEY_DIM numbers in fp32, and never shares it; what all columns need
-// of a token (q and k of unit length) is in shared memory, twice, so that one barrier a token is enough. Chunks take the
-// same form as verify rows, token after token: their result does not depend on where a prompt was cut.
+// of a token (q and k of unit length) is in shared memory, twice, so that one barrier a token is enough. For verify rows,
+// and for chunks of heads that delta_chunk.cu is not for.
 //
 // Specialised by KEY_DIM, VALUE_DIM, TAPS.
-#include "block.cuh"
+#include "delta.cuh"
 
 constexpr int THREADS = (VALUE_DIM + 31) / 32 * 32, WARPS = THREADS / 32, SEGMENT = 32;
 static_assert(4 * (4 * KEY_DIM + 2 * WARPS) == SHARED_BYTES, "what Python reserves");
 static_assert(KEY_DIM % 4 == 0, "whole words");
-
-struct Args {
-    const half *qkvz, *ba;
-    half *mixed, *out;  // [tokens, channels], [tokens, value_heads * VALUE_DIM]
-    half* conv;         // rings
-    float* state;
-    const float *conv_weight, *a_log, *dt_bias, *norm;
-    const int *slot, *start, *width, *offset;
-    i64 qkvz_row, ba_row, conv_slot, state_slot, state_row;
-    int channels, key_heads, value_heads, conv_capacity, state_capacity, verify, silu, unused;
-    float eps, unused_float;
-};
 
 extern __shared__ __align__(16) unsigned char shared[];
 
@@ -64,8 +52,6 @@ __device__ __forceinline__ void put_unit(const half* from, float* to, float by) 
     for (int d = lane; d < KEY_DIM; d += 32) to[d] = __half2float(from[d]) * scale;
 }
 
-__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
-
 __device__ __forceinline__ float dot(const float (&state)[KEY_DIM], const float* x) {
     float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
@@ -80,17 +66,6 @@ __device__ __forceinline__ float dot(const float (&state)[KEY_DIM], const float*
 // Makes the compiler read shared memory again: kept in registers, k would drive the state out of them.
 __device__ __forceinline__ void forget() { asm volatile("" ::: "memory"); }
 
-// The newest raw columns of a row, the head's share of the channels, into the ring.
-__device__ __forceinline__ void keep_columns(const Args& p, int row, int head) {
-    const int share = ceil_div(p.channels, p.value_heads), first = head * share, last = min(p.channels, first + share);
-    const int width = p.width[row], oldest = max(0, width - p.conv_capacity);
-    for (int at = oldest; at < width; at++) {
-        half* to = p.conv + p.slot[row] * p.conv_slot + (i64)((p.start[row] + at) % p.conv_capacity) * p.channels;
-        const half* from = p.qkvz + (i64)(p.offset[row] + at) * p.qkvz_row;
-        for (int channel = first + threadIdx.x; channel < last; channel += THREADS) to[channel] = from[channel];
-    }
-}
-
 // Grid: value heads, rows.
 extern "C" __global__ void __launch_bounds__(THREADS) rule(const Args p) {
     float *units = reinterpret_cast<float*>(shared), *room = units + 4 * KEY_DIM;  // q, k of even and odd tokens
@@ -103,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rule(const Args p) {
     const float* before = states + (i64)((start + p.state_capacity - 1) % p.state_capacity) * p.state_row;
 #pragma unroll
     for (int d = 0; d < KEY_DIM; d++) state[d] = live && start > 0 ? before[d * VALUE_DIM] : 0.f;
-    const float rate = -expf(p.a_log[head]), bias = p.dt_bias[head], weight = live ? p.norm[column] : 0.f;
+    const float weight = live ? p.norm[column] : 0.f;
     for (int t = 0; t < width; t++) {
         const i64 token = p.offset[row] + t;
         const half* mixed = p.mixed + token * p.channels;
@@ -113,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rule(const Args p) {
         if (warp == WARPS - 1) put_unit(mixed + (p.key_heads + key_head) * KEY_DIM, k, 1.f);
         const float v = live ? __half2float(mixed[2 * p.key_heads * KEY_DIM + head * VALUE_DIM + column]) : 0.f;
         const float z = live ? __half2float(p.qkvz[token * p.qkvz_row + p.channels + head * VALUE_DIM + column]) : 0.f;
-        const float beta = sigmoid(__half2float(p.ba[token * p.ba_row + head]));
-        const float decay = expf(rate * softplus(__half2float(p.ba[token * p.ba_row + p.value_heads + head]) + bias));
+        const float beta = beta_of(p, token, head), decay = expf(log_decay(p, token, head));
         __syncthreads();
         const float delta = (v - decay * dot(state, k)) * beta;
         forget();

@@ -1,21 +1,20 @@
 // out = x W^T over packed weights for SM70: weights go from memory to registers, become halves there and meet x in
 // mma.m8n8k4; they never pass through shared memory. A warp has 32 columns of the output and 8 * TILES_M rows.
 //
-// Weights lie as the lanes want them: for 32 columns and CHUNK k's, lane l has 16 bytes of column
-// 8 * quad_pair(l) + own_row(l); where in its words which k stands is what `halves_of` undoes. Sums over k are split
-// over warps and over blocks and added in a fixed order: the last block of a tile to arrive adds the parts, all of them
-// out of memory and in their order.
+// Weights lie as the lanes want them (weights.cuh). Sums over k are split over warps and over blocks and added in a fixed
+// order: the last block of a tile to arrive adds the parts, all of them out of memory and in their order.
 //
 // Specialised by KIND (0: 4-bit integers, 1: e4m3, 2: e2m1, 3: 8-bit integers), TILES_M, WARPS_N, SCALES (scales that a
 // lane's 16 bytes have) and STEP (k's of a warp at a time).
 #include "mma884.cuh"
+#include "weights.cuh"
 
 constexpr int MT = TILES_M, M = 8 * MT, WN = WARPS_N, WK = 8 / WN, THREADS = 256;
-constexpr bool FOUR_BITS = KIND == 0 || KIND == 2, PAIRS = KIND == 0 || KIND == 3;
-constexpr int CHUNK = FOUR_BITS ? 32 : 16, CHUNKS = STEP / CHUNK, ROW = WK * STEP, PITCH = ROW + 8;
+constexpr int CHUNKS = STEP / CHUNK, ROW = WK * STEP, PITCH = ROW + 8;
 constexpr int X_LOADS = M * ROW / 8 / THREADS;
 constexpr int X_BYTES = 2 * M * PITCH, SUM_BYTES = WK > 1 ? 4 * 8 * M * 32 : 0;
-static_assert((X_BYTES > SUM_BYTES ? X_BYTES : SUM_BYTES) == SHARED_BYTES, "what Python reserves");
+constexpr int ROWS_AT = X_BYTES > SUM_BYTES ? X_BYTES : SUM_BYTES;
+static_assert(ROWS_AT + 4 * M == SHARED_BYTES, "what Python reserves");
 static_assert(M * ROW / 8 % THREADS == 0 && STEP % CHUNK == 0, "whole loads");
 
 struct Args {
@@ -26,7 +25,9 @@ struct Args {
     const void* scales;    // [n / 32, groups, 32] of halves, or of (scale, zero) pairs for integers
     float* partial;        // [splits, tokens, n]
     u32* tickets;          // one a block of the output, 0 between launches
-    const i64* experts;    // of each row of the output; null: one matrix for all
+    const i64* experts;    // of each row of the output, a block for each; null: one matrix for all, or `parts`
+    const int* parts;      // of each block: its expert, where its rows begin in `order`, how many they are; or null
+    const i64* order;      // rows of the output by expert
     i64 x_row;
     int tokens, n, k, group, groups, splits;
     float alpha;  // what scales were divided by
@@ -35,51 +36,24 @@ struct Args {
 
 extern __shared__ __align__(16) unsigned char shared[];
 
-// The row of the output that row `r` of the block is; with experts a block has one.
-__device__ __forceinline__ int token_of(const Args& p, int r) {
-    if (p.experts) return r == 0 ? blockIdx.y : p.tokens;
-    return blockIdx.y * M + r;
+// Which rows of the output the block has; those that are none are `tokens`.
+__device__ __forceinline__ void find_rows(const Args& p) {
+    const int r = threadIdx.x;
+    if (r < M) {
+        int row = blockIdx.y * M + r;
+        if (p.experts) row = r == 0 ? blockIdx.y : p.tokens;
+        if (p.parts) row = r < p.parts[3 * blockIdx.y + 2] ? (int)p.order[p.parts[3 * blockIdx.y + 1] + r] : p.tokens;
+        reinterpret_cast<int*>(shared + ROWS_AT)[r] = row;
+    }
+    __syncthreads();
 }
+
+__device__ __forceinline__ int token_of(int r) { return reinterpret_cast<const int*>(shared + ROWS_AT)[r]; }
 
 // What numbers of columns are counted from: the tile of the block's expert, or 0.
 __device__ __forceinline__ int first_tile(const Args& p) {
-    return p.experts ? (int)p.experts[blockIdx.y] * (p.n / 32) : 0;
-}
-
-#define EACH_PAIR(at) _Pragma("unroll") for (int at = 0; at < 4; at++)
-
-// Eight halves from 32 bits (4-bit kinds) or 64 bits, as (k0 k1) (k2 k3) (k4 k5) (k6 k7), without their scale.
-__device__ __forceinline__ void halves_of(u32 low, u32 high, u32 zero, u32 (&out)[4]) {
-    if (KIND == 0) {
-        // 1024 + q has q in its lowest bits, 1024 + 16 q in the next ones; both are exact.
-        const half2 offset = as_half2(0xE400E400), sixteenth = as_half2(0x2C002C00), offset64 = as_half2(0xD400D400);
-        const u32 next = low >> 8;
-        out[0] = as_bits(__hadd2(as_half2((low & 0x000F000F) | 0x64006400), offset));
-        out[1] = as_bits(__hfma2(as_half2((low & 0x00F000F0) | 0x64006400), sixteenth, offset64));
-        out[2] = as_bits(__hadd2(as_half2((next & 0x000F000F) | 0x64006400), offset));
-        out[3] = as_bits(__hfma2(as_half2((next & 0x00F000F0) | 0x64006400), sixteenth, offset64));
-    } else if (KIND == 1) {
-        // The bits of e4m3 are those of an fp16 that is 2^8 times smaller.
-        const u32 words[2] = {low, high};
-        EACH_PAIR(i) {
-            const u32 bytes = i & 1 ? words[i / 2] << 8 : words[i / 2];
-            out[i] = (bytes & 0x80008000) | ((bytes & 0x7F007F00) >> 1);
-        }
-    } else if (KIND == 2) {
-        // Those of e2m1 are those of an fp16 that is 2^14 times smaller.
-        EACH_PAIR(i) {
-            const u32 nibbles = low << (4 * i);
-            out[i] = (nibbles & 0x80008000) | ((nibbles & 0x70007000) >> 3);
-        }
-    } else {
-        const half2 offset = as_half2(0xE480E480);  // -1152: 1024, and 128 that makes the byte positive
-        const u32 words[2] = {low ^ 0x80808080, high ^ 0x80808080};
-        EACH_PAIR(i) {
-            const u32 bytes = words[i / 2] >> (8 * (i & 1));
-            out[i] = as_bits(__hadd2(as_half2((bytes & 0x00FF00FF) | 0x64006400), offset));
-        }
-    }
-    if (PAIRS) EACH_PAIR(i) out[i] = as_bits(__hadd2(as_half2(out[i]), as_half2(zero)));
+    if (p.experts) return (int)p.experts[blockIdx.y] * (p.n / 32);
+    return p.parts ? p.parts[3 * blockIdx.y] * (p.n / 32) : 0;
 }
 
 struct Stage {
@@ -98,15 +72,12 @@ __device__ __forceinline__ void fetch(Stage& stage, const Args& p, int step, int
 #pragma unroll
         for (int s = 0; s < SCALES; s++) {
             const i64 at = ((i64)(base + tile) * p.groups + (chunk * CHUNK + s * (CHUNK / SCALES)) / p.group) * 32 + lane;
-            u32 scale = 0;
-            if (there && PAIRS) scale = __ldg(reinterpret_cast<const u32*>(p.scales) + at);
-            if (there && !PAIRS) scale = __ldg(reinterpret_cast<const u16*>(p.scales) + at) * 0x10001u;
-            stage.scales[c * SCALES + s] = scale;
+            stage.scales[c * SCALES + s] = there ? scale_pair(p.scales, at) : 0;
         }
     }
 #pragma unroll
     for (int i = 0; i < X_LOADS; i++) {
-        const int index = i * THREADS + threadIdx.x, token = token_of(p, index / (ROW / 8));
+        const int index = i * THREADS + threadIdx.x, token = token_of(index / (ROW / 8));
         const int k = step * ROW + index % (ROW / 8) * 8;
         const bool there = token < p.tokens && k < p.k;
         stage.x[i] = there ? *reinterpret_cast<const uint4*>(p.x + token / p.share * p.x_row + k) : make_uint4(0, 0, 0, 0);
@@ -140,11 +111,8 @@ __device__ __forceinline__ void compute(float (&sums)[MT][8], const Stage& stage
         constexpr int EIGHTS = CHUNK / 8, WORDS = 4 / EIGHTS;
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++) {
-            const u32 pair = stage.scales[c * SCALES + e * SCALES / EIGHTS];
-            const u32 scale = PAIRS ? (pair & 0xFFFF) * 0x10001u : pair, zero = PAIRS ? (pair >> 16) * 0x10001u : 0;
             u32 b[4];
-            halves_of(words[e * WORDS], words[e * WORDS + WORDS - 1], zero, b);
-            EACH_PAIR(i) b[i] = as_bits(__hmul2(as_half2(b[i]), as_half2(scale)));
+            scaled_halves_of(words[e * WORDS], words[e * WORDS + WORDS - 1], stage.scales[c * SCALES + e * SCALES / EIGHTS], b);
             multiply(sums, b, part * STEP + c * CHUNK + e * 8);
         }
     }
@@ -158,7 +126,7 @@ __device__ __forceinline__ void finish(const Args& p, int token, int column, flo
 
 // A number of the block's tile: the output, or a part of it.
 __device__ __forceinline__ void keep(const Args& p, int row, int column, float sum) {
-    const int token = token_of(p, row);
+    const int token = token_of(row);
     if (token >= p.tokens || column >= p.n) return;
     if (p.splits == 1) finish(p, token, column, sum);
     else p.partial[((i64)blockIdx.z * p.tokens + token) * p.n + column] = sum;
@@ -175,7 +143,7 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (!*last) return;
     __threadfence();
     for (int index = threadIdx.x; index < M * WN * 32; index += THREADS) {
-        const int token = token_of(p, index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
+        const int token = token_of(index / (WN * 32)), column = blockIdx.x * WN * 32 + index % (WN * 32);
         if (token >= p.tokens || column >= p.n) continue;
         float sum = 0.f;
         for (int split = 0; split < p.splits; split++)
@@ -185,9 +153,11 @@ __device__ __forceinline__ void add_splits(const Args& p) {
     if (threadIdx.x == 0) *ticket = 0;
 }
 
-// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert), splits of k.
+// Grid: 32 * WARPS_N columns, M tokens (or one row of an expert, or up to M of its), splits of k.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) linear(const Args p) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp / WN, tile = blockIdx.x * WN + warp % WN;
+    if (p.parts && p.parts[3 * blockIdx.y + 2] == 0) return;  // more blocks than there are parts
+    find_rows(p);
     const int base = first_tile(p);
     const int steps = (p.k + ROW - 1) / ROW, each = ceil_div(steps, p.splits);
     const int begin = blockIdx.z * each, end = min(steps, begin + each);

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
 from offroad.errors import RequestError
+from offroad.sample.params import SamplingParams
 from offroad.serve.protocol.fields import CHAT_ONLY
 from offroad.serve.protocol.shared import Generation, token
 
@@ -23,14 +26,21 @@ class CompletionRequest(Generation):
         return 16 if self.max_tokens is None else self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
+        return self.logprobs
+
+    def sampling(self, defaults: dict[str, Any], vocab: int) -> SamplingParams:
+        """As for a chat; what is echoed with log-probabilities needs those of the prompt."""
+        params = super().sampling(defaults, vocab)
+        if not self.echo or self.logprobs is None:
+            return params
+        if self.stream:
             raise RequestError(
                 "logprobs",
                 param="logprobs",
-                found="echo with logprobs",
-                accepted="one of the two: log-probabilities of the prompt are not supported yet",
+                found="echo and stream too",
+                accepted="echo with logprobs only in an answer that is not streamed",
             )
-        return self.logprobs
+        return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
 
     def prompts(self, vocab: int) -> list[str | list[int]]:
         """The prompts, each a text or token ids. Raises RequestError for none, an empty one or an unknown id."""

@@ -27,7 +27,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),

@@ -14,6 +14,8 @@ _MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "annotations": ([],),
 }
+# Clients' copies of fields that they did not know in an answer, and also send as what they are (LiteLLM).
+_COPIES = frozenset({"provider_specific_fields"})
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -46,7 +48,9 @@ class Message(Strict):
 def checked_message(message: dict[str, Any], param: str) -> dict[str, Any]:
     """A message without the fields that clients send back unchanged from an answer; kinds of content not supported
     yet are named here, since a list of what a union did not match would not be read."""
-    kept = {k: v for k, v in message.items() if not neutral(k, v, _MESSAGE_NEUTRAL, f"{param}.{k}")}
+    kept = {
+        k: v for k, v in message.items() if k not in _COPIES and not neutral(k, v, _MESSAGE_NEUTRAL, f"{param}.{k}")
+    }
     for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if kept.get(name) not in (None, []) and kept.get("role") in _ROLES - {role}:
             raise RequestError(

@@ -14,6 +14,7 @@ from offroad.serve.protocol.fields import NEUTRAL, Body, left_out, short
 Wanted = TypeVar("Wanted", bound=Body)
 
 _KINDS = {"str", "bool", "int", "dict"}
+_ITEM_KINDS = {"message", "function_call", "function_call_output", "reasoning"}
 
 
 def parse(raw: bytes, kind: type[Wanted]) -> Wanted:
@@ -67,6 +68,8 @@ def _path(location: tuple[int | str, ...]) -> tuple[str, ...]:
     if location[0] == "prompt":
         return ("prompt",)
     head, *rest = location
+    if head == "input" and len(rest) > 2 and rest[2] in _ITEM_KINDS:
+        del rest[2]
     return (
         str(head),
         *(

@@ -44,6 +44,7 @@ class Generation(Body):
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
 
     def sampling(self, defaults: dict[str, Any], vocab: int) -> SamplingParams:
         """The sampling parameters, `max_tokens` as far as it is known. Raises RequestError.
@@ -56,6 +57,13 @@ class Generation(Body):
                 param="stream_options",
                 found="stream is not true",
                 accepted="stream_options only together with stream",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs",
+                param="prompt_logprobs",
+                found="stream: true",
+                accepted="prompt_logprobs only in an answer that is not streamed",
             )
         values: dict[str, Any] = {}
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):

@@ -11,7 +11,7 @@ from pydantic import Field
 from offroad.errors import RequestError
 from offroad.sample.guide import Grammar
 from offroad.serve.protocol.extent import check_extent
-from offroad.serve.protocol.fields import Strict, short
+from offroad.serve.protocol.fields import Body, Strict, short
 
 
 class JsonSchema(Strict):
@@ -36,6 +36,17 @@ class StructuredOutputs(Strict):
     regex: str | None = None
     choice: list[str] | None = Field(default=None, min_length=1)
     grammar: str | None = None
+
+
+class Structured(Body):
+    """The two fields alone, as the Python API takes them."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What an answer must look like. Raises RequestError."""
+        return grammar_of(self.response_format, self.structured_outputs)
 
 
 def grammar_of(response: ResponseFormat | None, outputs: StructuredOutputs | None) -> Grammar | None:

@@ -14,11 +14,11 @@ break at each end, and what the schema says is no string is read as JSON once it
 
 from __future__ import annotations
 
-import json
 import re
 from enum import Enum
 
 from offroad.text.said import CallPiece, Margin, Said, held, together
+from offroad.text.tools.json_text import dumps, quoted
 from offroad.text.tools.schema import Tools
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -173,18 +173,18 @@ class QwenXmlParser:
         opening = ""
         if not self._begun:
             opening, text, self._begun = self._key() + '"', text.removeprefix("\n"), True
-        return opening + _quoted(text)
+        return opening + quoted(text)
 
     def _value_end(self, text: str) -> str:
         if self._begun:
-            return _quoted(text) + '"'
+            return quoted(text) + '"'
         value = self.tools.value(self._function, self._parameter, text.removeprefix("\n"))
-        return self._key() + json.dumps(value, ensure_ascii=False)
+        return self._key() + dumps(value)
 
     def _key(self) -> str:
         comma = ", " if self._count else ""
         self._count += 1
-        return f"{comma}{json.dumps(self._parameter, ensure_ascii=False)}: "
+        return f"{comma}{dumps(self._parameter)}: "
 
     def _arguments(self, text: str) -> Said:
         return Said(calls=(CallPiece(self.complete, arguments=text),))
@@ -194,8 +194,3 @@ class QwenXmlParser:
         self.complete += 1
         self._margin.called()
         return said
-
-
-def _quoted(text: str) -> str:
-    """A string as JSON, without its quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

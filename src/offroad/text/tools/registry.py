@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from offroad.text.reasoning import CHANNEL, THINK, Thoughts
+from offroad.text.reasoning import CHANNEL, DSML_THINK, THINK, Thoughts
 from offroad.text.said import ToolParser
 from offroad.text.tools.blocks import HermesParser
+from offroad.text.tools.dsml import DsmlParser
 from offroad.text.tools.gemma4 import Gemma4Parser
 from offroad.text.tools.qwen_xml import QwenXmlParser
 from offroad.text.tools.schema import Tools
@@ -16,17 +17,24 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "gemma4": Gemma4Parser,
     "llama3_json": LlamaJsonParser,
     "pythonic": PythonicParser,
+    "deepseek_v4": DsmlParser,
     "json": JsonListParser,
 }
-REASONING_PARSERS: dict[str, Thoughts] = {"qwen3": THINK, "deepseek_r1": THINK, "gemma4": CHANNEL}
+REASONING_PARSERS: dict[str, Thoughts] = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "deepseek_v4": DSML_THINK,
+    "gemma4": CHANNEL,
+}
 # What a template that teaches a notation contains, the surest signs first.
 _TOOL_SIGNS = (
+    ("<｜DSML｜", "deepseek_v4"),
     ("<function=", "qwen3_xml"),
     ("<|tool_call>", "gemma4"),
     ("<tool_call>", "hermes"),
     ("<|python_tag|>", "llama3_json"),
 )
-_REASONING_SIGNS = (("<|channel>", "gemma4"), ("</think>", "qwen3"))
+_REASONING_SIGNS = (("<｜DSML｜", "deepseek_v4"), ("<|channel>", "gemma4"), ("</think>", "qwen3"))
 
 
 def tool_parser_of(template: str) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from offroad.text.tools.json_text import loads
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "object": dict,
@@ -29,6 +30,10 @@ class Tools:
     def __contains__(self, name: str) -> bool:
         return name in self._properties
 
+    def names(self, function: str) -> frozenset[str]:
+        """The parameters that a function has; empty if nothing is said of them."""
+        return frozenset(self._properties.get(function, ()))
+
     def kinds(self, function: str, parameter: str) -> frozenset[str]:
         """The types that a parameter may have; empty if nothing is said of it."""
         schema = self._properties.get(function, {}).get(parameter)
@@ -40,7 +45,7 @@ class Tools:
         if not kinds - {"string"}:
             return text
         try:
-            value = json.loads(text)
+            value = loads(text)
         except ValueError:
             return _python(text.strip(), kinds, text)
         fits = any(isinstance(value, _KINDS[kind]) for kind in kinds if kind in _KINDS)

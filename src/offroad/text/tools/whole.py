@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 from abc import abstractmethod
 
 from offroad.text.said import CallPiece, Said
 from offroad.text.tools.blocks import Call, json_calls, pieces
+from offroad.text.tools.json_text import dumps, first_value, loads
 from offroad.text.tools.schema import Tools
 
 
@@ -57,7 +57,7 @@ class LlamaJsonParser(WholeParser):
         rest, calls = text.removeprefix("<|python_tag|>").strip(), []
         while rest:
             try:
-                _, size = json.JSONDecoder().raw_decode(rest)
+                _, size = first_value(rest)
             except ValueError:
                 return None
             one = json_calls(rest[:size], "parameters", "arguments")
@@ -95,7 +95,7 @@ class NamedParser:
 
     def finish(self, cut: bool = False) -> Said:
         try:
-            self.complete = int(isinstance(json.loads(self._text), dict))
+            self.complete = int(isinstance(loads(self._text), dict))
         except ValueError:
             self.complete = 0
         return Said()
@@ -123,7 +123,7 @@ def _call(node: ast.expr) -> Call | None:
         return None
     try:
         arguments = {word.arg: ast.literal_eval(word.value) for word in node.keywords}
-        json.dumps(arguments)
-    except (ValueError, TypeError):
+        dumps(arguments)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return ast.unparse(node.func), arguments

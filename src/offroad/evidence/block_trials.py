@@ -1,0 +1,104 @@
+"""Inputs for kernels that do a whole block: a layer made of the parts that the plan has, each with its kernel.
+
+A block is judged by its parts' kernels called in turn, and these by their references: so what is left to find is
+whether the block does the same as its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from offroad.device.profile import DeviceProfile
+from offroad.evidence.kernel_trials import (
+    EPS,
+    Maker,
+    Outputs,
+    Trial,
+    attention_spec,
+    canonical,
+    laid_out,
+    pages,
+    rows_of,
+)
+from offroad.models.spec import FfnSpec
+from offroad.ops.bound import LayerOps
+from offroad.ops.cells import Choice
+from offroad.ops.rope import rope_table
+from offroad.ops.spec import Bound, Problem, Registry
+from offroad.quant.packed import Packed
+
+Parts = tuple[tuple[str, Choice], ...]  # a block's parts as its problem names them
+
+
+def block_trials(
+    problem: Problem, parts: Parts, registry: Registry, device: DeviceProfile, place: torch.device
+) -> Iterator[Trial]:
+    """The trials of an `attention_block` or an `mlp_block`."""
+    chosen = dict(parts)
+    bounds = {name: registry.kernels[c.kernel].prepare(device, c.problem) for name, c in chosen.items()}
+    make = {name: Maker(choice.problem, choice.layout, place) for name, choice in chosen.items()}
+    linears = {
+        name.partition(":")[2]: _weight(m, chosen[name]) for name, m in make.items() if name.startswith("linear:")
+    }
+    layer = LayerOps(bounds, linears, {}, EPS)
+    yield from (_attention if problem.op == "attention_block" else _mlp)(make, layer)
+
+
+def _weight(make: Maker, choice: Choice) -> Packed:
+    return laid_out(canonical(make, make.sizes["n"]), choice.layout, make.dtype)
+
+
+def _scale(make: Maker, size: int, seed: int) -> torch.Tensor:
+    return 1 + make.random(size, seed=seed, scale=0.2)
+
+
+def _attention(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
+    attention, rope, qkv = make["attention"], make["qkv_rope"], make["linear:qkv"]
+    seen = attention_spec(attention)
+    spec = replace(attention_spec(rope), window=seen.window, softcap=seen.softcap, own_kv=seen.own_kv)
+    tensors = {"q_norm": _scale(rope, spec.head_dim, 0), "k_norm": _scale(rope, spec.head_dim, 1)}
+    layer = replace(
+        layer,
+        tensors=tensors if spec.qk_norm else {},
+        mixer=spec,
+        rope=rope_table(spec.rope, 512, qkv.device),
+        attention_verify=layer.bounds.get("attention.decode", layer.bounds["attention"]),
+        attention_chunk=layer.bounds["attention"],
+    )
+    steps = ((90, 40), (0, 30)) if attention.problem.phase == "prefill" else ((300, 1), (0, 1), (64, 3))
+    rows, view = rows_of(attention, steps), pages(attention, spec, steps)
+    h = qkv.x(rows.tokens, qkv.sizes["k"])
+
+    def run(bound: Bound, wide: bool) -> Outputs:
+        mine = replace(view, k=view.k.clone(), v=view.v.clone())
+        return bound(h, rows, replace(layer, views={"kv": mine}, described={})), mine.k, mine.v
+
+    timed = replace(layer, views={"kv": view}, described={})
+    yield Trial(
+        f"{rows.tokens} x {h.shape[1]:,}, {spec.heads} / {spec.kv_heads} heads of {spec.head_dim}",
+        run,
+        lambda bound: bound(h, rows, timed),
+        2,
+    )
+
+
+def _mlp(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
+    wide, gate = make["linear:gate_up"], make["gated_activation"]
+    hidden, size = wide.sizes["k"], gate.sizes["size"]
+    names = ("mlp_norm", "post_attention_norm", "post_mlp_norm") if "sandwich_norm" in make else ("mlp_norm",)
+    layer = replace(
+        layer,
+        tensors={name: _scale(wide, hidden, seed) for seed, name in enumerate(names)},
+        ffn=FfnSpec(size, next(iter(gate.problem.features))),
+        following=_scale(wide, hidden, 3),
+    )
+    for tokens in wide.counts():
+        x, residual = (wide.x(tokens, hidden, seed=seed) for seed in (0, 1))
+        yield Trial(
+            f"{tokens} x {hidden:,} by {size:,}",
+            lambda bound, widened, x=x, residual=residual: tuple(bound(x, residual, replace(layer, described={}))),
+            lambda bound, x=x, residual=residual: bound(x, residual, layer),
+        )
