@@ -82,6 +82,6 @@ def test_a_context_larger_than_memory_names_both_numbers(tiny):
 
 
 def test_an_unknown_device_lists_the_known_ones(tiny):
-    text = run("serve", tiny("llama")[0], "--device", "tpu-v9", code=2)
+    text = run("serve", tiny("llama")[0], "--device", "tpu-v9", "--port", "0", code=2)
     for word in ["tpu-v9", "cpu", "cuda", "v100-32gb"]:
         assert word in text

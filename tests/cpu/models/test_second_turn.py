@@ -51,7 +51,7 @@ def common(a: list[int], b: list[int]) -> int:
 def counted(llm: LLM) -> tuple[int, int]:
     """(matched, resumed) tokens as `/metrics` tells them; the engine's own counters must agree."""
     stats = llm.engine.stats()
-    lines = Metrics(SimpleNamespace(stats=stats)).text().decode().splitlines()
+    lines = Metrics(SimpleNamespace(stats=stats, restarts=0)).text().decode().splitlines()
     told = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     found = tuple(int(float(told[f"offroad_prefix_cache_{what}_tokens_total"])) for what in ("matched", "resumed"))
     assert found == (stats.prefix_matched_tokens, stats.prefix_resumed_tokens)

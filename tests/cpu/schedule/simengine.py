@@ -82,7 +82,7 @@ class Sim:
             if event.finish_reason:
                 self.ended[key] = event
 
-    def run(self, limit: int = 3000) -> None:
+    def run(self, limit: int = 20_000) -> None:
         for _ in range(limit):
             if not (self.flying or self.scheduler.has_work()):
                 break
