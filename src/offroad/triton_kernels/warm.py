@@ -80,6 +80,23 @@ def collect(launches: Launches) -> Iterator[None]:
         JITFunction.run = launch
 
 
+@contextmanager
+def _parsed_one_at_a_time() -> Iterator[None]:
+    """Threads in this block parse kernels' sources one after the other: Python 3.11 counts how deep `ast.parse` is for
+    all threads at once, and raises SystemError when they change places within it (python/cpython issue 106905)."""
+    lock, parse = Lock(), JITFunction.parse
+
+    def locked(self: JITFunction) -> Any:
+        with lock:
+            return parse(self)
+
+    JITFunction.parse = locked
+    try:
+        yield
+    finally:
+        JITFunction.parse = parse
+
+
 @dataclass
 class Compiled:
     """How many kernels were compiled, and how many found on disk; the others were in the process already."""
@@ -104,7 +121,7 @@ def compile_all(launches: Launches, threads: int, report: Report, load: bool = T
         _ = launch.function.cache_key  # of the source and all that it calls: found once, by this thread
     triton.knobs.compilation.listener = listen
     try:
-        with ThreadPoolExecutor(max(1, threads), thread_name_prefix="triton") as pool:
+        with _parsed_one_at_a_time(), ThreadPoolExecutor(max(1, threads), thread_name_prefix="triton") as pool:
             futures = {pool.submit(launch.compile, load): launch for launch in launches.found.values()}
             try:
                 for done, future in enumerate(as_completed(futures), 1):
