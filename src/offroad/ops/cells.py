@@ -47,8 +47,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved;
-    `workspace`: bytes that a call takes besides its output."""
+    """The kernel of a cell, why it can, and why each other one was not taken. `kernel` "" means unresolved."""
 
     kernel: str
     reason: str

@@ -24,6 +24,7 @@ REASON = {
     "dense": "Triton kernel, each expert's weights once for all of its tokens",
 }
 SMALLEST_GROUP = 16
+DENSE_OUTPUTS = 65_536  # of a dense weight that few tokens read by the kernel
 DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
 GGUF_GROUP = 16  # some of its kinds have 32
 
@@ -65,6 +66,8 @@ def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
 
 
 def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    if problem.size("n") > DENSE_OUTPUTS:
+        return f"is for up to {DENSE_OUTPUTS:,} outputs, more are torch's GEMM's; asked: {problem.size('n'):,}"
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
     return f"reads dense weights; stored: {packed[0]}" if packed else None
 

@@ -17,7 +17,7 @@ from offroad.device.profile import DeviceProfile
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_jit
 from offroad.triton_kernels.dependent import launching
-from offroad.triton_kernels.linear import DENSE_FROM
+from offroad.triton_kernels.linear import DENSE_FROM, DENSE_OUTPUTS
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
 from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY
 
@@ -26,7 +26,7 @@ ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
 ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
 ENOUGH_WIDE = 1.8  # the same for 17 to 64 tokens and 4-bit weights
 ENOUGH_DENSE = 1.9  # the same for few tokens and dense weights
-DENSE_TOKENS, DENSE_OUTPUTS = 16, 65536  # up to which dense weights are read by the kernel, not by torch's GEMM
+DENSE_TOKENS = 16  # up to which dense weights are read by the kernel, not by torch's GEMM
 MOST_SPLITS = 16
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
 WHOLE = 1 << 30  # steps of a group that is all of k
