@@ -51,7 +51,7 @@ def answers(llm: LLM, prompts: list[dict], params: list[SamplingParams]) -> list
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_5_moe", "gemma4_e"])
 def test_among_others_and_in_chunks(family: str, dtype: str, tmp_path: Path):
     write_tiny(family, tmp_path)
-    settings = dict(device="cuda", dtype=dtype, memory_utilization=0.3, batch_invariant=True)
+    settings = dict(device="cuda", dtype=dtype, memory_utilization=0.06, batch_invariant=True)
     prompts, params = requests(64)
     alone = LLM(str(tmp_path), **settings, max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=512)
     expected = [answers(alone, [p], [s])[0] for p, s in zip(prompts[:16], params[:16], strict=True)]

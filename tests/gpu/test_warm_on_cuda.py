@@ -65,7 +65,7 @@ def test_requests_compile_nothing(family: str, drafts: bool, tmp_path: Path):
     for eager in (False, True):
         settings = Settings.of(
             model=str(tmp_path), device="cuda", dtype="bfloat16", max_num_seqs=9, max_num_batched_tokens=192,
-            memory_utilization=0.3, enforce_eager=eager, **more,
+            memory_utilization=0.06, enforce_eager=eager, **more,
         )  # fmt: skip
         MEMORY.most.clear()
         engine = Engine(settings)
