@@ -36,7 +36,7 @@ Parts = tuple[tuple[str, Choice], ...]  # a block's parts as its problem names t
 def block_trials(
     problem: Problem, parts: Parts, registry: Registry, device: DeviceProfile, place: torch.device
 ) -> Iterator[Trial]:
-    """The trials of an `attention_block` or an `mlp_block`."""
+    """The trials of an `attention_block`, an `mlp_block` or a `gated_linear`."""
     chosen = dict(parts)
     bounds = {name: registry.kernels[c.kernel].prepare(device, c.problem) for name, c in chosen.items()}
     make = {name: Maker(choice.problem, choice.layout, place) for name, choice in chosen.items()}
@@ -44,7 +44,7 @@ def block_trials(
         name.partition(":")[2]: _weight(m, chosen[name]) for name, m in make.items() if name.startswith("linear:")
     }
     layer = LayerOps(bounds, linears, {}, EPS)
-    yield from (_attention if problem.op == "attention_block" else _mlp)(make, layer)
+    yield from {"attention_block": _attention, "mlp_block": _mlp, "gated_linear": _gated}[problem.op](make, layer)
 
 
 def _weight(make: Maker, choice: Choice) -> Packed:
@@ -101,4 +101,16 @@ def _mlp(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
             f"{tokens} x {hidden:,} by {size:,}",
             lambda bound, widened, x=x, residual=residual: tuple(bound(x, residual, replace(layer, described={}))),
             lambda bound, x=x, residual=residual: bound(x, residual, layer),
+        )
+
+
+def _gated(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
+    wide, gate = make["linear:gate_up"], make["gated_activation"]
+    layer = replace(layer, ffn=FfnSpec(gate.sizes["size"], next(iter(gate.problem.features))))
+    for tokens in wide.counts():
+        x = wide.x(tokens, wide.sizes["k"])
+        yield Trial(
+            f"{tokens} x {wide.sizes['k']:,} by {gate.sizes['size']:,}",
+            lambda bound, widened, x=x: (bound(x, layer),),
+            lambda bound, x=x: bound(x, layer),
         )

@@ -213,7 +213,7 @@ class Gemma4:
                 h, residual = h[rows.wanted], residual[rows.wanted]
                 inputs = None if inputs is None else inputs[rows.wanted]
             h, residual = layer.add_norm(h, residual, layer.tensors["mlp_norm"], layer.tensors["post_attention_norm"])
-            h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+            h = layer.linear("down", layer.gated_linear(h))
             if layer.moe is not None:
                 h = layer.norm("post_dense_norm", h) + self.experts(layer, residual)
             residual = residual + layer.norm("post_mlp_norm", h)

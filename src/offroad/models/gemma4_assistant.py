@@ -154,7 +154,7 @@ class Gemma4Assistant:
         for layer in ops.layers:
             h = layer.attention_block(h, rows)
             h, residual = layer.add_norm(h, residual, layer.tensors["mlp_norm"], layer.tensors["post_attention_norm"])
-            h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+            h = layer.linear("down", layer.gated_linear(h))
             residual = (residual + layer.norm("post_mlp_norm", h)) * layer.tensors["scalar"].to(residual.dtype)
             h = layer.next_norm(residual)
         return h

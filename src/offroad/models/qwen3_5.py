@@ -234,6 +234,6 @@ class Qwen3_5:
     def moe_block(layer: LayerOps, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = layer.add_norm(x, residual, layer.tensors["mlp_norm"])
         mixed = layer.experts(h, *layer.route(layer.linear("router", h)))
-        shared = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+        shared = layer.linear("down", layer.gated_linear(h))
         mixed = mixed + layer.linear("shared_gate", h).sigmoid() * shared
         return layer.add_norm(mixed, residual, layer.following)

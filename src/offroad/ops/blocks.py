@@ -34,11 +34,17 @@ def mlp_block(x: torch.Tensor, residual: torch.Tensor, layer: LayerOps) -> tuple
     """
     tensors = layer.tensors
     h, residual = layer.add_norm(x, residual, tensors["mlp_norm"], tensors.get("post_attention_norm"))
-    h = layer.linear("down", layer.gated_activation(layer.linear("gate_up", h)))
+    h = layer.linear("down", layer.gated_linear(h))
     return layer.add_norm(h, residual, layer.following, tensors.get("post_mlp_norm"))
+
+
+def gated_linear(x: torch.Tensor, layer: LayerOps) -> torch.Tensor:
+    """`act(gate) * up` of the linear gate_up, whose first half is the gate; x [tokens, k] -> [tokens, size]."""
+    return layer.gated_activation(layer.linear("gate_up", x))
 
 
 OPS = (
     OpSpec("attention_block", attention_block.__doc__ or "", attention_block, TOLERANCE),
     OpSpec("mlp_block", mlp_block.__doc__ or "", mlp_block, TOLERANCE),
+    OpSpec("gated_linear", gated_linear.__doc__ or "", gated_linear, TOLERANCE),
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offroad.models.spec import FfnSpec, Mixer, MoeSpec
+from offroad.ops import blocks
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.spec import Bound
 from offroad.quant.packed import Packed
@@ -117,6 +118,11 @@ class LayerOps:
         gated = bounds["gated_activation:experts"](wide.flatten(0, 1), moe.activation).unflatten(0, experts.shape)
         out = bounds["grouped_linear:experts_down"](gated, experts, linears["experts_down"], moe.experts)
         return (out.float() * weights[..., None]).sum(1).to(x.dtype)
+
+    def gated_linear(self, x: torch.Tensor) -> torch.Tensor:
+        """`act(gate) * up` of the linear gate_up, x [tokens, k] -> [tokens, size]: by its parts, where the plan has
+        no cell for both."""
+        return self.bounds.get("gated_linear", blocks.gated_linear)(x, self)
 
     def gated_activation(self, gate_up: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up`; [tokens, 2 * size] -> [tokens, size]."""

@@ -225,6 +225,22 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
                     (part if at == phase else f"{part}.{at}", _kernel(cells, i, shared, part, at)) for part, at in parts
                 )
                 yield Group(((Cell(i, op, phase), Problem(op, phase, dtype, parts=found)),))
+            yield from _gated_linear(i, phase, cells)
+
+
+def _gated_linear(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
+    """The linear and the gated activation behind it as one op, where the activation is Triton's: no other kernel could
+    do both, and layers call the two as they are."""
+    parts = "linear:gate_up", "gated_activation"
+    linear, activation = (cells.get(Cell(i, part, phase)) for part in parts)
+    if linear and activation and activation.kernel.startswith("triton."):
+        problem = replace(
+            linear.problem,
+            op="gated_linear",
+            features=linear.problem.features | activation.problem.features,
+            parts=tuple(zip(parts, (linear.kernel, activation.kernel), strict=True)),
+        )
+        yield Group(((Cell(i, "gated_linear", phase), problem),))
 
 
 def _kernel(cells: dict[Cell, Choice], layer: int, shared: int, op: str, phase: str) -> str:

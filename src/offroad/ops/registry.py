@@ -27,6 +27,7 @@ from offroad.ops.spec import Registry
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import attention as triton_attention
 from offroad.triton_kernels import delta as triton_delta
+from offroad.triton_kernels import gated as triton_gated
 from offroad.triton_kernels import linear as triton_linear
 from offroad.triton_kernels import rows as triton_rows
 from offroad.triton_kernels.linear_pack import PACKERS as TRITON_PACKERS
@@ -49,6 +50,7 @@ def default_registry() -> Registry:
     for op in blocks.OPS:
         registry.add_op(op)
     block_kernels.register(registry)
+    triton_gated.register(registry)
     return registry
 
 

@@ -17,6 +17,15 @@ BLOCK = 1024  # columns of a program
 
 
 @triton.jit
+def gated(gate, up, SILU: tl.constexpr):
+    """act(gate) * up in fp32."""
+    if SILU:
+        return gate * tl.sigmoid(gate) * up
+    else:  # tanh(y) = 2 sigmoid(2 y) - 1, so gelu_tanh is x sigmoid(2 y)
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+
+
+@triton.jit
 def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [tokens, size] = act(gate) * up; gate_up [tokens, 2 * size] with rows `stride` apart."""
     take_turn(PDL)
@@ -25,11 +34,7 @@ def gated_activation_kernel(gate_up, out, stride, size, SILU: tl.constexpr, BLOC
     live = at < size
     gate = tl.load(gate_up + row * stride + at, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + at, mask=live, other=0.0).to(tl.float32)
-    if SILU:
-        value = gate * tl.sigmoid(gate)
-    else:  # tanh(y) = 2 sigmoid(2 y) - 1, so gelu_tanh is x sigmoid(2 y)
-        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    tl.store(out + row * size + at, (value * up).to(out.dtype.element_ty), mask=live)
+    tl.store(out + row * size + at, gated(gate, up, SILU).to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit

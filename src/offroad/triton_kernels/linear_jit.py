@@ -4,6 +4,9 @@ Weights are the left operand of `tl.dot` (its rows are outputs, its columns are 
 narrow side of a matrix instruction, and nothing is wasted on padding of the wide one. A program owns `BN` outputs, `BM`
 tokens and every `SPLIT`-th part of k. Partial sums of a split go to memory in fp32; the program that comes last adds
 them in the order of the parts, so the result does not depend on who that is.
+
+With `GATE`, `y = act(gate) * up` of a weight whose first half is the gate's: half of a program's outputs are the gate's
+and half are the same ones of up. So the loop is that of the linear, and so is every sum.
 """
 
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import wait_turn
+from offroad.triton_kernels.elementwise_jit import gated
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
@@ -64,6 +68,23 @@ def _spread(scales, FOLD: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
     return tl.reshape(wide, (BN, BK))
 
 
+@triton.jit
+def _words(pn, half, units, NT: tl.constexpr, WORDS: tl.constexpr, GATE: tl.constexpr):
+    """Where the words of a program's outputs begin, of step 0. Records hold 16 outputs after 16, so that with GATE half
+    a record of the gate and half a record of up are one tile; `half` is the first output of up."""
+    i = tl.arange(0, NT * WORDS)
+    if GATE == "":
+        return pn.to(tl.int64) * NT * units * WORDS + (i // WORDS) * (units * WORDS) + i % WORDS
+    else:
+        SIDE: tl.constexpr = NT * WORDS // 2  # words of each
+        j = i % SIDE
+        output = pn * (NT * 32)
+        gate = (output // 64).to(tl.int64) * units * WORDS + output % 64 * (WORDS // 64)
+        output += half
+        up = (output // 64).to(tl.int64) * units * WORDS + output % 64 * (WORDS // 64)
+        return tl.where(i < SIDE, gate, up) + (j // WORDS) * (units * WORDS) + j % WORDS
+
+
 @triton.jit(do_not_specialize=["rows", "units", "per", "per_token"])  # one kernel for every batch
 def linear(
     x,
@@ -92,6 +113,7 @@ def linear(
     HAS_ROW_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUPED: tl.constexpr,
+    GATE: tl.constexpr,  # "": y is the product; "silu", "gelu_tanh": n / 2 columns, act(gate) * up
     EVEN: tl.constexpr,  # n % BN == 0 (by rows) and k % 128 == 0 and units % per == 0
     BN: tl.constexpr,
     BM: tl.constexpr,
@@ -107,6 +129,9 @@ def linear(
     NT: tl.constexpr = BN // 64
     pn, ps, pm = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rn = pn * BN + tl.arange(0, BN)
+    if GATE != "":
+        at = tl.arange(0, BN)
+        rn = (pn * (BN // 2)).to(tl.int64) + at % (BN // 2) + tl.where(at < BN // 2, 0, (n // 2).to(tl.int64))
     rm = pm * BM + tl.arange(0, BM)
     first_row = tl.cast(0, tl.int64)  # of the weight
     wait_turn(PDL)
@@ -122,8 +147,7 @@ def linear(
     first = ps * per
     xp = x + source.to(tl.int64)[None, :] * k + kk[:, None]
     if not DENSE:
-        i = tl.arange(0, NT * WORDS)
-        wp = w + (first_row // 64 + pn * NT) * units * WORDS + (i // WORDS) * (units * WORDS) + i % WORDS
+        wp = w + first_row // 64 * units * WORDS + _words(pn, n // 2, units, NT, WORDS, GATE)
     else:
         wp = w + (first_row + rn.to(tl.int64))[:, None] * k + kk[None, :]
     if not DENSE:
@@ -191,7 +215,15 @@ def linear(
         acc *= tl.load(row_scale + first_row + rn, mask=rn < n, other=0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
-    tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
+    if GATE == "":
+        tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
+    else:  # rounded as what a linear stores and an activation reads
+        sides = tl.permute(tl.reshape(acc.to(y.dtype.element_ty), (2, BN // 2, BM)), (1, 2, 0))
+        gate, up = tl.split(sides)
+        value = gated(gate.to(tl.float32), up.to(tl.float32), GATE == "silu")
+        rn = pn * (BN // 2) + tl.arange(0, BN // 2)
+        out = rm.to(tl.int64)[None, :] * (n // 2) + rn[:, None]
+        tl.store(y + out, value.to(y.dtype.element_ty), mask=(rn < n // 2)[:, None] & ok[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "last", "units"])
@@ -271,6 +303,7 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
         "STAGES": 4,
         "PER": 0,
         "EVEN": True,
+        "GATE": "",
     }
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
     warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")

@@ -194,8 +194,9 @@ def launch(
     ids: torch.Tensor | None = None,
     owner: torch.Tensor | None = None,
     per_token: int = 1,
+    gate: str = "",
 ) -> None:
-    """One launch: y [rows, n] of `blocks` blocks of tokens."""
+    """One launch: y [rows, n] of `blocks` blocks of tokens, or [rows, n / 2] with the gated activation `gate`."""
     rows, tiles = y.shape[0], -(-n // at.n)
     partial = arrived = y
     if at.split > 1:
@@ -226,6 +227,7 @@ def launch(
         **it.flags,
         HAS_BIAS=weight.bias is not None,
         GROUPED=owner is not None,
+        GATE=gate,
         EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == units,
         BN=at.n,
         BM=at.m,
