@@ -12,7 +12,7 @@ from offroad.triton_kernels.linear_pack import W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
 LINEARS = {"triton.linear_w4": W4, "triton.linear_w8": W8, "triton.linear_dense": "dense"}
-MOST = 64  # tokens; with more, other kernels may be faster for the linear, and the activation is small beside it
+MOST = 64  # tokens; for more the linear may have other ways, and beside it the activation is small
 HALF = 32  # outputs of the gate that a program has at least, and as many of up
 
 
@@ -47,8 +47,8 @@ def register(registry: Registry) -> None:
             _limits,
             _shared,
             features=frozenset({"bias", "silu", "gelu_tanh"}),
-            reason=f"up to {MOST} tokens (dense weights: 16) the linear's kernel with the activation behind its sums, "
-            "more by the kernels of both cells",
+            reason=f"up to {MOST} tokens (dense weights: 16) by the linear's kernel, the activation behind its sums; "
+            "more by the kernels of linear:gate_up and gated_activation",
             invariant=False,
             workspace=lambda device, problem: split_bytes(device.units),
         )
