@@ -3,6 +3,7 @@
 Prints microseconds, GB/s of weight bytes, their share of --bandwidth, and TFLOP/s, beside torch's linear in bf16.
 Weights rotate over more memory than the L2 cache has, and the launches of one reading are replayed as a CUDA graph.
 With --tune, tries tiles for each shape and number of rows, and prints the best ones beside the one that is used.
+With --gated, times gate_up and its activation instead: each alone, one after the other, and in one kernel.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_run
+from offroad.triton_kernels.elementwise_jit import gated_activation
+from offroad.triton_kernels.linear_gated import fused, takes
 from offroad.triton_kernels.linear_grouped import grouped
 from offroad.triton_kernels.linear_pack import pack
 from offroad.triton_kernels.linear_run import Tile, card, run
@@ -159,10 +162,55 @@ def experts(options: argparse.Namespace) -> None:
                 print(line(f"experts {name} {kind}", tokens, us, int(read), flops, options.bandwidth, None), flush=True)
 
 
+def gated(options: argparse.Namespace) -> None:
+    """One kernel for gate_up and its activation against two, with the tile that is used and with others."""
+    for model, shapes in SHAPES.items():
+        n, k = shapes["gate_up"]
+        if options.only not in f"{model} gate_up":
+            continue
+        for kind in options.formats:
+            first = random_weight(kind, n, k)
+            weights = [first] + [random_weight(kind, n, k) for _ in range(copies(first.nbytes) - 1)]
+            for rows in options.rows:
+                x = torch.randn(rows, k, device="cuda").bfloat16()
+                if not takes(rows, x.dtype, first):
+                    print(f"{model} gate_up {kind:<8} rows {rows:>4}: by two kernels")
+                    continue
+                times = [
+                    microseconds([lambda w=w, x=x: run(x, w) for w in weights]),
+                    microseconds([lambda y=run(x, w): gated_activation(y, "silu") for w in weights]),
+                    microseconds([lambda w=w, x=x: gated_activation(run(x, w), "silu") for w in weights]),
+                    microseconds([lambda w=w, x=x: fused(x, w, "silu") for w in weights]),
+                ]
+                names = ("linear", "activation", "one after the other", "in one kernel")
+                text = ", ".join(f"{name} {us:.1f}" for name, us in zip(names, times, strict=True))
+                same = torch.equal(fused(x, first, "silu"), gated_activation(run(x, first), "silu"))
+                print(f"{model} gate_up {kind:<8} rows {rows:>4}: us {text}; bits {'equal' if same else 'DIFFER'}")
+                tune_gated(x, weights, kind, times[-1])
+
+
+def tune_gated(x: torch.Tensor, weights: list[Packed], kind: str, us: float) -> None:
+    m, n, k = linear_run.width(x.shape[0], x.dtype), weights[0].n, weights[0].k
+    used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, x.shape[0], 1, card(x.device), x.dtype)
+    print(f"    {us:8.1f} us {used} is used")
+    tried = ((64, 1, 4, 3), (64, 1, 4, 4), (64, 2, 4, 3), (64, 5, 4, 3), (128, 1, 4, 3), (128, 2, 4, 3), (128, 5, 4, 3))
+    for outputs, split, warps, stages in (*tried, (128, 2, 8, 3)):
+        at = Tile(outputs, m, split, warps, stages)
+        if at == used:
+            continue
+        try:
+            time = microseconds([lambda w=w, at=at: fused(x, w, "silu", choice=at) for w in weights])
+        except Exception as error:  # noqa: BLE001 a tile that does not fit is not a candidate
+            print(f"    {at}: {type(error).__name__}")
+            continue
+        print(f"    {time:8.1f} us {at}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try tiles")
     parser.add_argument("--quick", action="store_true", help="with --tune: few tiles")
+    parser.add_argument("--gated", action="store_true", help="gate_up and its activation, in one kernel and in two")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 2048])
     parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=tuple(FORMATS))
     parser.add_argument("--only", default="", help="a part of a model's and a linear's name, as 'qwen3.5-27b gate_up'")
@@ -170,6 +218,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name())
+    if options.gated:
+        gated(options)
+        return
     linears(options)
     experts(options)
 

@@ -158,6 +158,7 @@ def closed(name: str, count: int) -> dict:
         "missing": sorted(asked.keys() - names),
         "shared": shared_memory(plan),
         "unused": len(names - asked.keys()),
+        "gates": sorted({key.partition("GATE=('constexpr', '")[2].partition("'")[0] for key in names} - {""}),
         "widths": sorted({key.partition("BM=('constexpr', ")[2].partition(")")[0] for key in names} - {""}),
     }
 
