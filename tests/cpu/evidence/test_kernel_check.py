@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from offroad.device.profile import load_profile
 from offroad.evidence import kernel_trials
 from offroad.evidence.kernel_check import Subject, _error, check, standard, usual_problems
 from offroad.evidence.kernel_trials import trials
-from offroad.ops.blocks import OPS
+from offroad.ops import blocks
+from offroad.ops.cells import Choice
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem, Tolerance
 from offroad.quant.scheme import layout_of
 
-BLOCKS = {op.name for op in OPS}
+BLOCKS = {op.name for op in blocks.OPS}
 V100, CPU = load_profile("v100-32gb"), load_profile("cpu-avx2")
 
 
@@ -105,6 +107,26 @@ def test_what_is_wrong_with_a_kernel_is_said(change, said: str, monkeypatch):
     assert results
     assert not any(result.passed for result in results)
     assert said in results[0].problem
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_gated_linear_is_judged_by_its_parts(factor: float, monkeypatch):
+    """A kernel that does both parts is called with what the plan's layers call it with."""
+    registry = default_registry()
+    linear = Problem("linear", "decode", "float32", sizes=(("k", 64), ("n", 80)), stored=("f32",))
+    gate = Problem("gated_activation", "decode", "float32", sizes=(("size", 40),), features=frozenset({"gelu_tanh"}))
+    parts = (
+        ("linear:gate_up", Choice("torch.linear", "", linear, "dense")),
+        ("gated_activation", Choice("torch.reference_gated_activation", "", gate)),
+    )
+    both = SimpleNamespace(
+        name="both", op="gated_linear", reference=False,
+        prepare=lambda device, problem: lambda x, layer: factor * blocks.gated_linear(x, layer),
+    )  # fmt: skip
+    monkeypatch.setitem(registry.kernels, "both", both)
+    results = check([Subject("both", replace(linear, op="gated_linear"), "", parts)], registry, CPU)
+    assert [result.shape for result in results] == [f"{tokens} x 64 by 40" for tokens in (1, 3, 16, 32)]
+    assert all(result.passed == (factor == 1.0) and result.repeats for result in results)
 
 
 def test_a_kernel_that_gives_other_bits_each_time(monkeypatch):
