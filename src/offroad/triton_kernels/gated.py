@@ -18,9 +18,9 @@ HALF = 32  # outputs of the gate that a program has at least, and as many of up
 
 def _limits(device: DeviceProfile, problem: Problem) -> str | None:
     parts = dict(problem.parts)
-    if (linear := parts["linear:gate_up"]) not in LINEARS:
+    if (linear := parts.get("linear:gate_up", "")) not in LINEARS:
         return f"is {', '.join(LINEARS)} with an activation behind it; the plan has {linear or 'no kernel'}"
-    if (activation := parts["gated_activation"]) != "triton.gated_activation":
+    if (activation := parts.get("gated_activation", "")) != "triton.gated_activation":
         return f"does what triton.gated_activation does; the plan has {activation or 'no kernel'}"
     size = problem.size("n") // 2
     return f"needs a multiple of {HALF} outputs of gate and up each, not {size:,}" if size % HALF else None
