@@ -27,6 +27,7 @@ MODULES: tuple[str, ...] = (
     "rope_jit",
     "route_jit",
     "delta_jit",
+    "delta_replay_jit",
     "delta_chunk_jit",
     "sample_jit",
 )
