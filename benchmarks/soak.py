@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/soak.py --model hybrid --quantization w4a16-g128 --minutes 9 --seed 1
 
 Prompts of 16 tokens to the longest, fresh ones, ones with a shared prefix and chats that go on; sampling of all kinds,
-with drafts by prompt lookup; aborts at random moments; a cache of keys too small for all, so that sequences are
-preempted; and `--batch-invariant`. Random weights: answers mean nothing, but each is a function of its request.
+with drafts by prompt lookup; aborts at random moments; and a cache of keys too small for all. Random weights: answers
+mean nothing, but with `--batch-invariant`, as here, each is a function of its request.
 
 Before it, `--marked` requests are run one by one on an engine for one sequence, without drafts, prefix cache or graphs
 beside; in the mixed load they come again and again, and tokens and log-probabilities must be the same to the last bit.
@@ -13,7 +13,8 @@ The cache's books are checked all the while (`Engine.check`), every number that 
 process must not have grown between the first and the last quarter.
 
 `--model` is the name of one of the shapes below, or a config.json. The exit code is 1 if anything failed. On a CPU
-take a model without recurrent layers (tiny), or `--plain`: without --batch-invariant nothing is compared.
+take a model without recurrent layers (tiny), or `--plain`: without --batch-invariant, where nothing is compared, but
+sequences are preempted. (With it they wait instead until there is room for all that they may become.)
 """
 
 from __future__ import annotations
@@ -259,18 +260,19 @@ def pressed(settings: Settings, source: DummySource, contexts: float) -> Setting
 
 def main() -> int:
     args = arguments()
-    values: dict[str, Any] = dict(model=f"soak {args.model}", device=args.device, max_model_len=args.longest + 320)
+    answer = max(300, args.longest // 6)
+    values: dict[str, Any] = dict(model=f"soak {args.model}", device=args.device, max_model_len=args.longest + answer)
     values |= dict(memory_utilization=args.memory_utilization, batch_invariant=not args.plain)
     values |= dict(max_num_batched_tokens=args.chunk) | ({"dtype": args.dtype} if args.dtype else {})
     single = Settings.of(**values, max_num_seqs=1, enable_prefix_caching=False)
     source = DummySource(config_of(args.model), resolve_device(single).kind, args.quantization)
-    load = Load(random.Random(args.seed), resolve_model(source.config).spec.vocab, args.longest)
+    load = Load(random.Random(args.seed), resolve_model(source.config).spec.vocab, args.longest, answer)
     marked = marked_requests(load, args.marked)
     began = time.perf_counter()
     expected = [] if args.plain else alone(single, source, marked)
     took = time.perf_counter() - began
     several = Settings.of(**values, max_num_seqs=args.max_num_seqs, speculative_config=DRAFTS)
-    engine = Engine(pressed(several, source, args.contexts), source=source)
+    engine = Engine(pressed(several, source, args.contexts or (2 if args.plain else 6)), source=source)
     print(f"{len(expected)} marked requests alone: {took:.0f} s; {engine.info.memory_summary}", file=sys.stderr)
     soak = Soak(engine, load, marked, expected, 60 * args.minutes)
     try:
@@ -315,7 +317,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest prompt")
     parser.add_argument("--chunk", type=int, default=2048, help="--max-num-batched-tokens")
     parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--contexts", type=float, default=2.5, help="room for keys, in longest contexts")
+    parser.add_argument("--contexts", type=float, help="room for keys, in longest contexts (6; with --plain 2)")
     parser.add_argument("--memory-utilization", type=float, default=0.3)
     parser.add_argument("--plain", action="store_true", help="without --batch-invariant, and nothing is compared")
     parser.add_argument("--device-growth", type=float, default=8.0, help="MiB that are no leak")

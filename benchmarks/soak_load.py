@@ -47,11 +47,13 @@ def config_of(model: str) -> dict[str, Any]:
 
 @dataclass
 class Load:
-    """Makes requests. `shared`: prefixes that many have; `chats`: conversations as they stand, continued in turn."""
+    """Makes requests: prompts of up to `longest` tokens, answers of up to `answer`. `shared`: prefixes that many have;
+    `chats`: conversations as they stand, and in `marks` where their prompts ended."""
 
     dice: random.Random
     vocab: int
     longest: int
+    answer: int
     shared: list[list[int]] = field(default_factory=list)
     chats: list[list[int]] = field(default_factory=list)
     marks: list[tuple[int, ...]] = field(default_factory=list)
@@ -109,9 +111,11 @@ class Load:
         else:
             ids = self.prompt()
         fixed: dict[str, Any] = {}
-        if dice.random() < 0.05:
+        if dice.random() < 0.25:  # short, with an answer that the room for keys may not last for
+            chat, marks, ids, fixed["max_tokens"] = None, (), self.ids(self.length(64)), self.answer
+        elif dice.random() < 0.05:
             fixed["n"] = dice.randint(2, 3)
-        elif dice.random() < 0.03 and len(ids) < 600:
+        elif dice.random() < 0.05 and len(ids) < 600:
             fixed["prompt_logprobs"] = 1
         salt = "other" if dice.random() < 0.05 else ""
         params = self.params(**fixed)
