@@ -6,11 +6,11 @@ Prompts of 16 tokens to the longest, fresh ones, ones with a shared prefix and c
 with drafts by prompt lookup; aborts at random moments; and a cache of keys too small for all. Random weights: answers
 mean nothing, but with `--batch-invariant`, as here, each is a function of its request.
 
-Before it, `--marked` requests are run one by one on an engine for one sequence, without drafts, prefix cache or graphs
-beside; in the mixed load they come again and again, and tokens and log-probabilities must be the same to the last bit.
-The cache's books are checked all the while (`Engine.check`), every number that a layer gives is checked on the device
-(an answer that ends with "error" is a failure), and at the end nothing may be held, and memory of the device and of the
-process must not have grown between the first and the last quarter.
+Before it, `--marked` requests are run one by one on an engine for one sequence, without drafts and prefix cache. In the
+mixed load they come again and again, and tokens and log-probabilities must be the same to the last bit. The cache's
+books are checked all the while (`Engine.check`), every number that a layer gives is checked on the device (an answer
+that ends with "error" is a failure), and at the end nothing may be held, and memory of the device and of the process
+must not have grown between the first and the last quarter.
 
 `--model` is the name of one of the shapes below, or a config.json. The exit code is 1 if anything failed. On a CPU
 take a model without recurrent layers (tiny), or `--plain`: without --batch-invariant, where nothing is compared, but
@@ -27,12 +27,14 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from soak_load import SHAPES, Load, config_of, marked_requests
+from soak_load import END, SHAPES, Load, config_of, marked_requests
 
 from offroad.device.probe import resolve_device
 from offroad.engine import Engine, make_plan
@@ -42,6 +44,7 @@ from offroad.schedule.request import Request, TokenEvent
 from offroad.settings import Settings
 from offroad.weights.dummy import DummySource
 
+BEGAN = time.perf_counter()
 MIB = 1024**2
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
 
@@ -72,12 +75,12 @@ class Memory:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.process.append(pages * os.sysconf("SC_PAGE_SIZE"))
 
-    def growth(self, values: list[int]) -> float:
-        """MiB between the medians of the first quarter and of the last, without the first 5 %, which fill caches."""
+    def growth(self, values: list[int], of: Callable[[list[int]], float]) -> float:
+        """MiB between the first quarter and the last, by `of`; without the first 5 %, which fill caches."""
         first, last = 0.05 * self.at[-1], self.at[-1]
         early = [v for at, v in zip(self.at, values, strict=True) if first <= at <= 0.25 * last]
         late = [v for at, v in zip(self.at, values, strict=True) if at >= 0.75 * last]
-        return (statistics.median(late) - statistics.median(early)) / MIB if early and late else 0.0
+        return (of(late) - of(early)) / MIB if early and late else 0.0
 
 
 @dataclass
@@ -96,7 +99,8 @@ class Soak:
     doomed: dict[str, int] = field(default_factory=dict)  # and the step of the abort
     left: dict[str, int] = field(default_factory=dict)  # sequences that have not ended
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("ended", "aborted", "compared", "checks"), 0))
-    order: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)  # in which marked requests come before one comes again
+    asked: set[int] = field(default_factory=set)
 
     def run(self) -> None:
         began = time.perf_counter()
@@ -127,13 +131,16 @@ class Soak:
             self.order = list(range(len(self.marked)))
             self.load.dice.shuffle(self.order)
         index = self.order.pop()
+        self.asked.add(index)
         request = self.marked[index]
         again = Request(
             id=f"marked-{index}-{time.perf_counter_ns()}",
             prompt_ids=request.prompt_ids,
             params=request.params,
             seed=request.seed,
+            eos_ids=request.eos_ids,
             marks=request.marks,
+            guide=request.guide,
         )
         self.answers[again.id] = Answer()
         self.put(again, None)
@@ -202,6 +209,8 @@ class Soak:
         """Ends all, what is marked by itself, and looks for what is still held."""
         for name in set(self.open) - set(self.answers):
             self.engine.abort(name)
+        while len(self.asked) < len(self.marked):
+            self.mark()
         limit = time.perf_counter() + 60
         while self.engine.has_work() and time.perf_counter() < limit:
             self.step()
@@ -229,10 +238,16 @@ class Soak:
         )
 
 
-def alone(settings: Settings, source: DummySource, requests: list[Request]) -> list[Answer]:
-    """Their answers, one after the other on an engine that has nothing else."""
+def made(settings: Settings, source: DummySource, vocab: int) -> Engine:
+    """An engine whose tokens are said to be numbers, so that a grammar has some."""
     engine = Engine(settings, source=source)
-    found = []
+    engine.teach([b"" if i <= END else str(i).encode() for i in range(vocab)], (END,))
+    return engine
+
+
+def alone(settings: Settings, source: DummySource, vocab: int, requests: list[Request]) -> list[Answer]:
+    """Their answers, one after the other on an engine that has nothing else."""
+    engine, found = made(settings, source, vocab), []
     for request in requests:
         found.append(Answer())
         engine.submit(request)
@@ -266,15 +281,16 @@ def main() -> int:
     values |= dict(max_num_batched_tokens=args.chunk) | ({"dtype": args.dtype} if args.dtype else {})
     single = Settings.of(**values, max_num_seqs=1, enable_prefix_caching=False)
     source = DummySource(config_of(args.model), resolve_device(single).kind, args.quantization)
-    load = Load(random.Random(args.seed), resolve_model(source.config).spec.vocab, args.longest, answer)
+    vocab, guided = resolve_model(source.config).spec.vocab, find_spec("xgrammar") is not None
+    load = Load(random.Random(args.seed), vocab, args.longest, answer, guided)
     marked = marked_requests(load, args.marked)
-    began = time.perf_counter()
-    expected = [] if args.plain else alone(single, source, marked)
-    took = time.perf_counter() - began
+    expected = [] if args.plain else alone(single, source, vocab, marked)
+    took = time.perf_counter() - BEGAN
     several = Settings.of(**values, max_num_seqs=args.max_num_seqs, speculative_config=DRAFTS)
-    engine = Engine(pressed(several, source, args.contexts or (2 if args.plain else 6)), source=source)
+    engine = made(pressed(several, source, args.contexts or (2 if args.plain else 6)), source, vocab)
     print(f"{len(expected)} marked requests alone: {took:.0f} s; {engine.info.memory_summary}", file=sys.stderr)
-    soak = Soak(engine, load, marked, expected, 60 * args.minutes)
+    seconds = max(1.0, 60 * args.minutes - (time.perf_counter() - BEGAN))
+    soak = Soak(engine, load, marked, expected, seconds)
     try:
         soak.run()
     except Exception as error:  # whatever ends the engine is the finding; what was counted until then is told too
@@ -285,7 +301,9 @@ def main() -> int:
 def verdict(soak: Soak, args: argparse.Namespace) -> int:
     """Prints one line, and what failed; gives the exit code."""
     memory, failures = soak.memory, soak.failures
-    device, process = (memory.growth(values) if memory.at else 0.0 for values in (memory.device, memory.process))
+    # On the device a step's own tensors come and go: what the least busy moments have is what stays.
+    device = memory.growth(memory.device, min) if memory.at else 0.0
+    process = memory.growth(memory.process, statistics.median) if memory.at else 0.0
     if device > args.device_growth:
         failures.append(f"device memory grew by {device:.1f} MiB between the first and the last quarter")
     if process > args.process_growth:
@@ -297,7 +315,8 @@ def verdict(soak: Soak, args: argparse.Namespace) -> int:
     for failure in failures:
         print(f"FAILED {failure}")
     what = f"{args.model} ({soak.engine.plan.dtype}, weights {args.quantization}) on {soak.engine.info.device}"
-    ran = f"{args.minutes:g} min of mixed load, {what}, seed {args.seed}"
+    guided = "some" if soak.load.guided else "none (no xgrammar)"
+    ran = f"{soak.seconds / 60:.1f} min of mixed load, {what}, seed {args.seed}, guided answers: {guided}"
     print(
         f"soak {'FAILED' if failures else 'passed'}: {ran}: {soak.tell()}; "
         f"memory {device:+.1f} MiB on the device, {process:+.1f} MiB in the process"
@@ -311,7 +330,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quantization", default="none", help="w4a16-g32, w4a16-g128, fp8-block or none")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype")
-    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of it all, loading and answers alone too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--marked", type=int, default=50, help="requests that are compared with themselves alone")
     parser.add_argument("--longest", type=int, default=8192, help="tokens of the longest prompt")

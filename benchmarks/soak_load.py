@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offroad.sample.guide import Grammar, Guide
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request
 
+END = 2  # the token that ends a guided answer
 CONFIGS = Path(__file__).parent / "configs"
 FEW_HEADS = dict(num_attention_heads=8, num_key_value_heads=2)
 TINY = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -54,6 +56,7 @@ class Load:
     vocab: int
     longest: int
     answer: int
+    guided: bool = False
     shared: list[list[int]] = field(default_factory=list)
     chats: list[list[int]] = field(default_factory=list)
     marks: list[tuple[int, ...]] = field(default_factory=list)
@@ -118,17 +121,27 @@ class Load:
         elif dice.random() < 0.05 and len(ids) < 600:
             fixed["prompt_logprobs"] = 1
         salt = "other" if dice.random() < 0.05 else ""
-        params = self.params(**fixed)
-        made = Request(id=name, prompt_ids=ids, params=params, seed=dice.randrange(2**31), marks=marks, salt=salt)
+        made = self.made(name, ids, dice.random() < 0.07, marks=marks, salt=salt, **fixed)
         return made, chat
+
+    def made(
+        self, name: str, ids: list[int], guided: bool, marks: tuple[int, ...], salt: str = "", **fixed: Any
+    ) -> Request:
+        """A request with sampling of any kind; a guided one says digits, and ends when it likes."""
+        guide = Guide(Grammar("regex", "[0-9]+")) if guided and self.guided else None
+        fixed |= {} if guide is None else {"ignore_eos": False}
+        params, seed = self.params(**fixed), self.dice.randrange(2**31)
+        return Request(
+            id=name, prompt_ids=ids, params=params, seed=seed, eos_ids=(END,), marks=marks, salt=salt, guide=guide
+        )
 
 
 def marked_requests(load: Load, count: int) -> list[Request]:
     """Requests of all lengths, every other one with a shared prefix; what they ask for is fixed."""
-    made = []
+    made: list[Request] = []
     for i in range(count):
         own = load.ids(max(1, int(16 * (load.longest / 32) ** (i / max(1, count - 1)))))
         ids = load.shared[i % 3] + own if i % 2 else own
-        params = load.params(max_tokens=load.dice.randint(24, 96), logprobs=3)
-        made.append(Request(id=f"alone-{i}", prompt_ids=ids, params=params, seed=i, marks=(len(ids),)))
+        fixed = dict(max_tokens=load.dice.randint(24, 96), logprobs=3)
+        made.append(load.made(f"alone-{i}", ids, i % 7 == 3, (len(ids),), **fixed))
     return made
