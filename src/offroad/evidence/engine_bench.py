@@ -6,8 +6,9 @@ read, so it holds what they cost each other. *decode_steady* leaves those out: o
 a token, the middle half, its tokens over its time; the best round. A round in which the sequences never decode all
 together, or in fewer than 8 steps, has none. *prefill* is the tokens of one prompt over the time to its first token.
 With `--speculative-config` a step gives several tokens: those that came are what is counted, and beside a decode figure
-the record has how many a step gave each sequence, which for dummy drafts (`speculate/dummy.py`) hovers around what their
-acceptance makes expected. *ready* is the construction of the engine. Prompts are random ids, all different, and the prefix cache is off.
+the record has how many a step gave each sequence, which for dummy drafts (`speculate/dummy.py`) is about what their
+acceptance makes expected. *ready* is the construction of the engine. Prompts are random ids, all different, and the
+prefix cache is off.
 """
 
 from __future__ import annotations
