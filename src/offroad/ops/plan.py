@@ -150,9 +150,9 @@ class Plan:
 
 
 def _drafts(drafter: Speculation) -> str:
-    return (
-        f"drafts          {drafter.method}, up to {drafter.tokens} a step{', as many as pay' if drafter.auto else ''}"
-    )
+    pay = ", as many as pay" if drafter.auto else ""
+    rate = "" if drafter.acceptance is None else f", accepted at a rate of {drafter.acceptance}: answers mean nothing"
+    return f"drafts          {drafter.method}, up to {drafter.tokens} a step{pay}{rate}"
 
 
 def _graphs(graphs: GraphPlan) -> str:
