@@ -37,7 +37,7 @@ def run(
     From `from_rows` rows on by cuBLASLt, with fewer in registers. A token with a value that is not finite gives NaN.
     """
     assert isinstance(weight, Records), weight.layout
-    assert weight.kind == "e4m3" and weight.perm is None, weight.kind
+    assert (weight.kind, weight.group, weight.perm) == ("e4m3", 128, None), weight.kind
     x = x.contiguous()
     if x.shape[0] >= from_rows:
         return _many(x, weight)
@@ -84,8 +84,8 @@ def scaled_product(
     """`x w^T` of codes uint8 x [tokens, k] and w [n, k] with scales fp32 [k / 128, tokens] and [n / 128, padded
     k / 128], padded to a multiple of 4; [tokens, n] in `dtype`. tokens is a multiple of 4.
 
-    The layouts are cuBLASLt's (its manual, "Scaling factors layouts"): scales of rows lie side by side by row, scales of
-    blocks by k. Only CUDA devices of compute capability 9.0 do this.
+    The layouts are cuBLASLt's (its manual, "Scaling factors layouts"): scales of rows lie side by side by row, those
+    of blocks by k. Only CUDA devices of compute capability 9.0 do this.
     """
     if x.is_meta:
         return torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)

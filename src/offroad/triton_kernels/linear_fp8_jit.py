@@ -1,7 +1,7 @@
 """Operands of FP8 products: activations rounded to e4m3 by token and 128 of k, and weights out of records by rows.
 
-A group of 128 activations becomes `q * s`, s = max|x| / 448 in fp32. A group with a value that is not finite has s = NaN,
-so that every output of its token is NaN: e4m3 has no infinity, and a product would hide it.
+A group of 128 activations becomes `q * s`, s = max|x| / 448 in fp32. A group with a value that is not finite has
+s = NaN, so that every output of its token is NaN: e4m3 has no infinity, and a product would hide it.
 """
 
 from collections.abc import Iterator
@@ -38,10 +38,7 @@ def _rounded(x, NATIVE: tl.constexpr):
     finite = tl.min((size < float("inf")).to(tl.int32), axis=1) == 1
     most = tl.maximum(tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), LEAST)
     y = tl.where(finite[:, None], x * tl.div_rn(LARGEST, most)[:, None], 0.0)
-    if NATIVE:
-        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        codes = _code(y).to(tl.uint8)
+    codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else _code(y).to(tl.uint8)
     return codes, tl.where(finite, tl.div_rn(most, LARGEST), float("nan"))
 
 
@@ -73,8 +70,8 @@ def requantised(x, out, rows, k, BT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl
 
 @triton.jit(do_not_specialize=["units", "padded_units"])
 def unpack(w, s, out, blocks, k, units, padded_units, s_group, PDL: tl.constexpr):
-    """A weight of e4m3 codes in records (see `linear_pack.pack`) as out int32 [n, k / 4], four codes a word in the order
-    of k, and the scales of its blocks of 128 by 128 as `blocks` fp32 [n / 128, padded units]; n is a multiple of 128.
+    """A weight of e4m3 codes in records (see `linear_pack.pack`) as out int32 [n, k / 4], four codes a word in the
+    order of k, and scales of blocks of 128 by 128 as `blocks` fp32 [n / 128, padded units]; n is a multiple of 128.
 
     A program has one record. Of two neighbouring words, the lower halves are four codes in a row, and the upper halves
     the four that come 8 later.
