@@ -31,9 +31,9 @@ def round_activations(x: torch.Tensor) -> torch.Tensor:
     """
     groups = x.float().unflatten(-1, (-1, 128))
     most = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
-    inverse = torch.full_like(most, 448.0) / most  # a number over a tensor is rounded twice
-    q = (groups * inverse).to(torch.float8_e4m3fn)
-    s = torch.where(most.isfinite(), most / 448.0, torch.nan)
+    largest = torch.full_like(most, 448.0)  # as a tensor: PyTorch divides by numbers, and numbers by tensors, otherwise
+    q = (groups * (largest / most)).to(torch.float8_e4m3fn)
+    s = torch.where(most.isfinite(), most / largest, torch.nan)
     return (q.to(x.dtype) * s.to(x.dtype)).flatten(-2)
 
 

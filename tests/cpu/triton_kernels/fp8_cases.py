@@ -9,12 +9,14 @@ from offroad.quant.packed import Packed
 E4M3 = torch.float8_e4m3fn
 
 
-def block_weight(n: int, k: int, *, seed: int = 0, scale_dtype: torch.dtype = torch.float32) -> Packed:
+def block_weight(
+    n: int, k: int, *, seed: int = 0, scale_dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Packed:
     """A canonical weight of random e4m3 codes with a scale for each block of 128 by 128; outputs of about 1."""
-    random = torch.Generator().manual_seed(seed)
-    q = torch.randn(n, k, generator=random).mul_(60).clamp_(-448, 448).to(E4M3)
-    blocks = (torch.rand(n // 128, k // 128, generator=random) + 0.5).mul_(k**-0.5 / 60).to(scale_dtype).float()
-    return Packed("fp8", n, k, {"q": q, "s": blocks.repeat_interleave(128, dim=0)}, 128)
+    random = torch.Generator(device).manual_seed(seed)
+    q = torch.randn(n, k, generator=random, device=device).mul_(60).clamp_(-448, 448).to(E4M3)
+    blocks = torch.rand(n // 128, k // 128, generator=random, device=device).add_(0.5).mul_(k**-0.5 / 60)
+    return Packed("fp8", n, k, {"q": q, "s": blocks.to(scale_dtype).float().repeat_interleave(128, dim=0)}, 128)
 
 
 def activations(rows: int, k: int, dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
