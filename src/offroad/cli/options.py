@@ -62,7 +62,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "kernel": Flag(
         "speed",
-        "Force a kernel for an op (linear), one of its uses (linear:down), or weights kept so (linear@fp8); repeatable.",
+        "Force a kernel for an op (linear), a use of it (linear:down), or weights kept so (linear@fp8); repeatable.",
         "OP=NAME",
     ),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
