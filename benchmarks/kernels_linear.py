@@ -179,6 +179,9 @@ def w8a8(options: argparse.Namespace) -> None:
                     "w8a8, all of it": (lambda: linear_fp8.run(x, weight, from_rows=1), n * k, 1.0),  # noqa: B023
                     "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight), n * k, 1.0),  # noqa: B023
                 }
+                if rows <= 1024:
+                    registers = lambda: linear_run.run(x, weight, dense_from=rows + 1)  # noqa: B023, E731
+                    pieces["w8a16 in registers"] = (registers, n * k, 1.0)
                 for piece, (call, size, share) in pieces.items():
                     us = microseconds([call])
                     flops = share * 2.0 * rows * n * k

@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 from fp8_cases import E4M3, activations, block_weight, plain_product  # noqa: E402
 
 from offroad.device.profile import load_profile  # noqa: E402
-from offroad.ops.linear import linear_a8, round_activations  # noqa: E402
+from offroad.ops.linear import linear, linear_a8, round_activations  # noqa: E402
 from offroad.ops.registry import default_registry  # noqa: E402
 from offroad.ops.spec import Problem  # noqa: E402
 from offroad.quant.packed import FP8_BLOCKS, Packed  # noqa: E402
@@ -83,7 +83,6 @@ def test_codes_and_scales_are_the_references(rows: int, dtype: torch.dtype):
     found = q.view(E4M3).float() * s.T.repeat_interleave(128, dim=1)
     assert torch.equal(found[:rows], round_activations(x.float()))
     assert bool((q[rows:] == 0).all())
-    assert torch.equal(linear_fp8.requantised(x), found[:rows].to(dtype))
 
 
 def test_weights_come_out_of_records_by_rows(real):
@@ -116,21 +115,19 @@ def test_odd_numbers_of_blocks(n: int, k: int, dtype: str):
     for rows in (1, 2, 16, 17, 64, 65, 130, 511, 512, 513, 1000):
         x = activations(rows, k, getattr(torch, dtype), seed=rows).to(DEVICE)
         poison()
-        expected = linear_a8(x.float(), wide)
-        near(linear_fp8.run(x, mine), expected)
-        near(linear_fp8.run(x, mine, from_rows=1), expected)
+        near(linear_fp8.run(x, mine, from_rows=1), linear_a8(x.float(), wide))
+        near(linear_fp8.run(x, mine), (linear_a8 if rows >= 512 else linear)(x.float(), wide))
 
 
-def test_both_regimes_agree_with_each_other(real):
-    """A token has nearly the same result in a step of few tokens and in one of many: cold, warm, or beside others."""
+def test_rounding_activations_moves_outputs_by_a_few_percent(real):
+    """What it costs against weights that are widened (W8A16), and that few rows do not pay it."""
     weight, mine = real
     x = activations(600, weight.k, torch.bfloat16).to(DEVICE)
-    many = linear_fp8.run(x, mine)
-    few = torch.cat([linear_fp8.run(part, mine) for part in x.split((1, 7, 40, 500, 52))])
-    near(few, many, most=0.015, rms=0.006)
-    widened = linear_run.run(x, mine).double()  # W8A16: activations as they are
-    apart, size = (many.double() - widened).square().mean(dim=1), widened.square().mean(dim=1)
-    assert float((apart / size).sqrt().min()) > 0.01
+    many, widened = linear_fp8.run(x, mine).double(), linear_run.run(x, mine).double()
+    apart = ((many - widened).square().mean(dim=1) / widened.square().mean(dim=1)).sqrt()
+    print(f"{weight.n} x {weight.k}: {float(apart.mean()):.4f} of an output's usual size")
+    assert 0.01 < float(apart.mean()) < 0.05
+    assert torch.equal(linear_fp8.run(x[:511], mine), linear_run.run(x[:511], mine))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from offroad.device.profile import DeviceProfile
-from offroad.ops.linear import linear_a8
+from offroad.ops.linear import linear, linear_a8
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
@@ -90,9 +90,16 @@ def fp8_parts(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
 
 
 def _w8a8_workspace(device: DeviceProfile, problem: Problem) -> int:
-    """Both operands, where a step has as many tokens that they are made."""
-    tokens, few = problem.load.tokens, split_bytes(device.units)
-    return max(few, sum(fp8_parts(tokens, problem.size("n"), problem.size("k")))) if tokens >= DENSE_FROM else few
+    """What widening weights takes, or both operands, where a step has as many tokens that they are made."""
+    tokens, widened = problem.load.tokens, workspace(device, problem)
+    if tokens < DENSE_FROM or problem.phase != "prefill":
+        return widened
+    return max(split_bytes(device.units), sum(fp8_parts(tokens, problem.size("n"), problem.size("k"))))
+
+
+def _w8a8(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """What it computes, by the rows of a step with prompts; checks try less of steps that decode."""
+    return (linear if x.shape[0] < DENSE_FROM else linear_a8)(x, weight)
 
 
 def _bind_w8a8(device: DeviceProfile, problem: Problem) -> Bound:
@@ -205,11 +212,12 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias"}),
             dtypes=frozenset({"bfloat16", "float16"}),
             layout=W8,
-            reason="activations rounded to e4m3 by token and 128 of k; products of many tokens by cuBLASLt's FP8 units",
+            reason=f"prompts, from {DENSE_FROM} tokens of a step on: activations rounded to e4m3, products by cuBLASLt's "
+            "FP8 units; else weights widened in registers",
             invariant=False,
             workspace=_w8a8_workspace,
             asked=ASKED,
-            computes=linear_a8,
+            computes=_w8a8,
         )
     )
     registry.add(

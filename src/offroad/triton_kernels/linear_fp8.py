@@ -1,13 +1,13 @@
 """Launches FP8 products (W8A8): e4m3 weights with a scale for 128 by 128 of them, activations rounded to e4m3.
 
-One function of x, whatever the number of rows: `x^ w^T`, where x^ is x rounded to e4m3 with a scale for each token and
-128 of k. Many rows go to cuBLASLt's product of e4m3 operands; few are rounded and multiplied out again, and then read
-by the kernel that widens weights in registers. Both differ by the rounding of sums and of 16-bit numbers only.
+Steps of many tokens only: activations are rounded with a scale for each token and 128 of k, weights come out of their
+records, and cuBLASLt multiplies e4m3 by e4m3. Fewer tokens gain nothing from it: weights are widened in registers, and
+activations stay as they are.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -17,41 +17,32 @@ from offroad.ops.linear import round_activations
 from offroad.ops.spec import Bound, Problem
 from offroad.quant.packed import Packed, spread
 from offroad.triton_kernels import linear_fp8_jit, linear_run
-from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records, pack
 from offroad.triton_kernels.linear_run import INTERPRETED, Card
 from offroad.triton_kernels.memory import MEMORY
 
 TOKENS = 32  # of a program that rounds activations of many tokens
-FEW = 4  # the same for few
 E4M3 = torch.float8_e4m3fn
 _PROBE = (48, 256, 640)  # rows, n, k: more than one block each way, and 5 groups, which are padded to 8
 
 
-def run(
-    x: torch.Tensor, weight: Packed, *, on: Card | None = None, from_rows: int = DENSE_FROM, parts: bool = False
-) -> torch.Tensor:
-    """`x^ w^T + bias`, x^ as `round_activations` gives it; x [tokens, k] in 16 bits -> [tokens, n] in its type.
+def run(x: torch.Tensor, weight: Packed, *, on: Card | None = None, from_rows: int = DENSE_FROM) -> torch.Tensor:
+    """`x^ w^T + bias`; x [tokens, k] in 16 bits -> [tokens, n] in its type.
 
-    From `from_rows` rows on by cuBLASLt, with fewer in registers. A token with a value that is not finite gives NaN.
+    From `from_rows` rows on, x^ is x as `round_activations` gives it, and a token with a value that is not finite gives
+    NaN; with fewer it is x.
     """
     assert isinstance(weight, Records), weight.layout
     assert (weight.kind, weight.group, weight.perm) == ("e4m3", 128, None), weight.kind
+    if x.shape[0] < from_rows:
+        return linear_run.run(x, weight, dense_from=from_rows, on=on)
     x = x.contiguous()
-    if x.shape[0] >= from_rows:
-        return _many(x, weight)
-    return linear_run.run(requantised(x), weight, dense_from=from_rows, on=on)
-
-
-def requantised(x: torch.Tensor) -> torch.Tensor:
-    """x^ in x's type; x [tokens, k]."""
-    rows, k = x.shape
-    out = torch.empty_like(x)
-    if rows:
-        grid = (-(-rows // FEW), k // BLOCK_K)
-        linear_fp8_jit.requantised[grid](x, out, rows, k, BT=FEW, NATIVE=not INTERPRETED, **launching(rows))
-    return out
+    q, q_scales, w, w_scales = operands(weight, x.shape[0], x.device)
+    quantise(x, q, q_scales)
+    unpack(weight, w, w_scales)
+    y = scaled_product(q, q_scales, w, w_scales, x.dtype)[: x.shape[0]]
+    return y if weight.bias is None else y.add_(weight.bias)
 
 
 def quantise(x: torch.Tensor, q: torch.Tensor, s: torch.Tensor) -> None:
@@ -74,7 +65,6 @@ def unpack(weight: Records, q: torch.Tensor, s: torch.Tensor) -> None:
         units,
         s.shape[1],
         scales.shape[1],
-        **launching(DENSE_FROM),
     )
 
 
@@ -116,21 +106,16 @@ def operands(weight: Records, rows: int, device: torch.device) -> tuple[torch.Te
     )
 
 
-def _many(x: torch.Tensor, weight: Records) -> torch.Tensor:
-    q, q_scales, w, w_scales = operands(weight, x.shape[0], x.device)
-    quantise(x, q, q_scales)
-    unpack(weight, w, w_scales)
-    y = scaled_product(q, q_scales, w, w_scales, x.dtype)[: x.shape[0]]
-    return y if weight.bias is None else y.add_(weight.bias)
-
-
 def bind(device: DeviceProfile, problem: Problem) -> Bound:
-    """`run` for a plan's device, once a small product there is what it should be. Raises PlanError where it is not."""
-    from functools import partial
+    """`run` for a plan's device, once a small product there is what it should be. Raises PlanError where it is not.
 
+    In steps that only decode, weights are widened whatever the number of rows."""
+    on = linear_run.card_of(device)
+    if problem.phase != "prefill":
+        return partial(linear_run.run, on=on)
     if torch.cuda.is_available() and device.kind == "cuda":
         probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype))
-    return partial(run, on=linear_run.card_of(device))
+    return partial(run, on=on)
 
 
 @cache

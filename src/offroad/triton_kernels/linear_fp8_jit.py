@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
-from offroad.triton_kernels.dependent import take_turn, wait_turn
-from offroad.triton_kernels.linear_codes import e4m3
 
 GROUP = tl.constexpr(128)  # of k: activations that share a scale
 LARGEST = tl.constexpr(448.0)  # of e4m3
@@ -57,26 +55,14 @@ def quantise(x, q, s, rows, padded, k, BT: tl.constexpr, NATIVE: tl.constexpr):
     tl.store(s + group.to(tl.int64) * padded + token, scales, mask=token < padded)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def requantised(x, out, rows, k, BT: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr):
-    """x [rows, k] as `quantise` keeps it, multiplied out again, in x's type: what products of few tokens read."""
-    take_turn(PDL)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    place = token.to(tl.int64)[:, None] * k + tl.program_id(1) * GROUP + tl.arange(0, GROUP)[None, :]
-    ok = (token < rows)[:, None]
-    codes, scales = _rounded(tl.load(x + place, mask=ok, other=0.0).to(tl.float32), NATIVE)
-    tl.store(out + place, (e4m3(codes) * scales[:, None]).to(out.dtype.element_ty), mask=ok)
-
-
 @triton.jit(do_not_specialize=["units", "padded_units"])
-def unpack(w, s, out, blocks, k, units, padded_units, s_group, PDL: tl.constexpr):
+def unpack(w, s, out, blocks, k, units, padded_units, s_group):
     """A weight of e4m3 codes in records (see `linear_pack.pack`) as out int32 [n, k / 4], four codes a word in the
     order of k, and scales of blocks of 128 by 128 as `blocks` fp32 [n / 128, padded units]; n is a multiple of 128.
 
     A program has one record. Of two neighbouring words, the lower halves are four codes in a row, and the upper halves
     the four that come 8 later.
     """
-    wait_turn(PDL)
     tile, unit = tl.program_id(0), tl.program_id(1)
     if unit >= units:  # scales of a block of rows begin at a multiple of 16 bytes
         if tile % 2 == 0:
@@ -110,14 +96,6 @@ def variants() -> Iterator[Variant]:
             archs=(90,),
             aligned=("x", "q", "s", "k"),
         )
-    yield Variant(
-        "e4m3 by 128 and back",
-        requantised,
-        {"x": "*bf16", "out": "*bf16", "rows": "i32", "k": "i32"},
-        {"BT": 4, "NATIVE": True},
-        archs=(90,),
-        aligned=("x", "out", "k"),
-    )
     yield Variant(
         "fp8 records to rows",
         unpack,

@@ -69,7 +69,7 @@ def test_the_plan_has_memory_for_both_operands():
     assert most == 5120 * 17408 + 8192 * 17408 + 4 * 8192 * 136 + 40 * 136 * 4
     assert plan.memory.workspaces.kept == most
     assert plan.memory.workspace - plain.memory.workspace == most - plain.memory.workspaces.kept
-    few = replace(plan.cells[Cell(0, "linear:down", "decode")].problem, load=Load(8, 1, 64, 100))
+    few = replace(plan.cells[Cell(0, "linear:down", "prefill")].problem, load=Load(8, 1, 64, 100))
     assert default_registry().kernels[W8A8].check(plan.device, few).workspace == split_bytes(132)
 
 
