@@ -61,8 +61,11 @@ def random_weight(kind: str, n: int, k: int) -> Packed:
         if layout == "fp4":
             s = (s * 1000).to(torch.float8_e4m3fn).float() * 0.01
         return pack(Packed(layout, n, k, {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {}), group))
-    q = torch.randint(-100, 100, (n, k), dtype=torch.int8, device="cuda")
-    return pack(Packed(layout, n, k, {"q": q.view(torch.float8_e4m3fn) if layout == "fp8" else q, "s": s}, group))
+    if layout == "fp8":  # as checkpoints have them: bits decide what power products take
+        q = torch.randn(n, k, device="cuda").mul_(60).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        q = torch.randint(-100, 100, (n, k), dtype=torch.int8, device="cuda")
+    return pack(Packed(layout, n, k, {"q": q, "s": s}, group))
 
 
 def copies(size: int) -> int:
