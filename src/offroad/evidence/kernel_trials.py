@@ -19,7 +19,7 @@ from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import packers
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import PER_BYTE, Packed
+from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, fused_group, layout_of, to_dense, widen
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows
 
@@ -122,6 +122,8 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         q = torch.randint(low, high, (n, columns), generator=random, dtype=torch.int16)
         q = q.to(torch.int8 if layout == "affine8" else torch.uint8)
     s = (torch.rand(n, -(-k // group), generator=random) + 0.5).mul_(k**-0.5 / _LARGEST[layout]).half().float()
+    if FP8_BLOCKS in kinds:
+        s = s[::128].repeat_interleave(128, dim=0)[:n]
     tensors = {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {})
     if any("_k" in kind for kind in kinds):  # minima of their own, and a group without a scale
         tensors["m"] = (torch.rand(s.shape, generator=random) * -15 * s).half().float()
