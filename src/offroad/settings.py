@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from offroad.errors import SettingsError
-from offroad.speculate.config import speculation
+from offroad.speculate.config import Speculation, offered
 from offroad.text.tools.registry import REASONING_PARSERS, TOOL_PARSERS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -99,7 +99,7 @@ class Settings:
         for name, known in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_PARSERS)):
             names = ("auto", "none", *known)
             checks.append((name, getattr(self, name) in names, ", ".join(names)))
-        speculation(self.speculative_config)
+        self.drafter()
         self.template_defaults()
         for name, ok, accepted in checks:
             if not ok:
@@ -135,6 +135,10 @@ class Settings:
                 next="e.g. `offroad serve smollm2-135m`",
             )
         return cls(**values)
+
+    def drafter(self) -> Speculation | None:
+        """What `speculative_config` says. Raises SettingsError."""
+        return offered(self.speculative_config)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ Target = Annotated[
     str,
     typer.Argument(metavar="MODEL|URL", help="A model to load here, or the address of a server.", show_default=False),
 ]
+Url = Annotated[str, typer.Argument(metavar="URL", help="The address of a server.", show_default=False)]
 Concurrency = Annotated[
     list[int],
     typer.Option(
@@ -85,24 +87,82 @@ def bench(
     samples, plan, command, commit and versions, so that a figure can be checked. With --turns it is about one chat,
     and --concurrency and --repeat do not matter.
     """
+    _measure(
+        target,
+        _Asked(tuple(concurrency), prompt_tokens, output_tokens, repeat, turns, output, baseline, json_output),
+        flags,
+        config,
+    )
+
+
+@with_settings(file=False)
+def bench_serve(
+    url: Url,
+    concurrency: Concurrency = (1, 8),
+    prompt_tokens: PromptTokens = 128,
+    output_tokens: OutputTokens = 64,
+    repeat: Repeat = 3,
+    turns: Turns = 0,
+    output: Output = None,
+    baseline: Baseline = None,
+    json_output: Json = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Measure a running server.
+
+    The same as `offroad bench URL`, by the completions API. Tokens are those that the server counts: each stream asks
+    for its `usage`, and one without it is an error. Where a server does not tell the tokens of each event (offroad and
+    vLLM do), an event with text is one token until the last, which has the rest of what `usage` says.
+    """
+    if not is_address(url):
+        raise SettingsError(
+            "offroad bench serve",
+            found=url,
+            accepted="the address of a server, e.g. http://127.0.0.1:8000",
+            next="`offroad bench MODEL` loads a model and measures it",
+        )
+    _measure(
+        url,
+        _Asked(tuple(concurrency), prompt_tokens, output_tokens, repeat, turns, output, baseline, json_output),
+        flags,
+        None,
+    )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is measured, and where the record goes."""
+
+    concurrency: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+    repeat: int
+    turns: int
+    output: str | None
+    baseline: str | None
+    json_output: bool
+
+
+def _measure(target: str, asked: _Asked, flags: dict[str, Any], config: str | None) -> None:
     from offroad.evidence import perf, warmth
 
-    if turns and baseline:
+    if asked.turns and asked.baseline:
         raise SettingsError("--baseline", found="--turns", accepted="one of the two")
-    if turns:
-        load, way = warmth.Chat(turns, prompt_tokens, output_tokens), warmth
+    if asked.turns:
+        load, way = warmth.Chat(asked.turns, asked.prompt_tokens, asked.output_tokens), warmth
     else:
-        load, way = perf.Load(tuple(concurrency), prompt_tokens, output_tokens, repeat), perf
-    old = perf.read_record(Path(baseline)) if baseline else None
-    bencher = open_target(target, {} if turns else {"max_num_seqs": max(concurrency)}, flags, config)
+        load, way = perf.Load(asked.concurrency, asked.prompt_tokens, asked.output_tokens, asked.repeat), perf
+    old = perf.read_record(Path(asked.baseline)) if asked.baseline else None
+    bencher = open_target(target, {} if asked.turns else {"max_num_seqs": max(asked.concurrency)}, flags, config)
     try:
         points = way.sweep(bencher, load, lambda note: print(note, file=sys.stderr, flush=True))
         record = perf.record(bencher, load, points, ["offroad", *sys.argv[1:]]) | {"format": way.FORMAT}
     finally:
         bencher.close()
-    if output:
-        Path(output).write_text(json.dumps(record, indent=1) + "\n")
-    if json_output:
+    if asked.output:
+        Path(asked.output).write_text(json.dumps(record, indent=1) + "\n")
+    if asked.json_output:
         json.dump(record | ({"ratios": perf.ratios(record, old)} if old else {}), sys.stdout, indent=1)
         print()
         return
@@ -111,11 +171,16 @@ def bench(
         print("\n" + perf.render_ratios(record, old))
 
 
+def is_address(target: str) -> bool:
+    """Whether it is a server's."""
+    return target.startswith(("http://", "https://"))
+
+
 def open_target(target: str, defaults: dict[str, Any], flags: dict[str, Any], config: str | None) -> Any:
     """A server behind an address, or the model loaded here with `defaults` under the flags."""
     from offroad.evidence import perf
 
-    if target.startswith(("http://", "https://")):
+    if is_address(target):
         if flags or config:
             raise SettingsError(
                 "engine settings",

@@ -69,6 +69,10 @@ def bench_engine(
     decode_cN is by difference: rounds with 129 tokens of answer and with 1, so that steps count in which prompts are
     still read while others decode. decode_steady_cN is over the middle half of the steps in which all N decode. The
     record is written after every case.
+
+    Verify steps are measured with dummy drafts, e.g. --speculative-config '{"method": "dummy",
+    "num_speculative_tokens": 3, "acceptance": 0.7}': a draft is accepted with that probability if those before it in
+    its step were, which takes (1 - 0.7^4) / (1 - 0.7) = 2.53 tokens a step. Nothing is spent on making them.
     """
     if not dummy_weights:
         raise SettingsError("--dummy-weights", found="not given", accepted="it: a config alone has no weights")
@@ -107,13 +111,12 @@ def run(
     from offroad.evidence import engine_bench, op_times
     from offroad.models.registry import resolve_source
     from offroad.ops.budget import packed_bytes
-    from offroad.settings import Settings
     from offroad.weights.dummy import DummySource
     from offroad.weights.safetensors_source import read_json
 
     cases = engine_bench.chosen(names)
     label = f"{Path(path).stem} {quantization or 'as configured'}"
-    settings = Settings.resolve({**engine_bench.settings_for(cases), **flags, "model": label})
+    settings = engine_bench.BenchSettings.resolve({**engine_bench.settings_for(cases), **flags, "model": label})
     began = time.perf_counter()
     source = DummySource(read_json(Path(path)), resolve_device(settings).kind, quantization)
     from offroad.cli.progress import LoadProgress
@@ -126,8 +129,8 @@ def run(
         report = lambda note: print(note, file=sys.stderr, flush=True)  # noqa: E731
         data, found = {}, engine_bench.costs_of(engine, source)
 
-        def save(speeds: dict[str, float], rounds: dict[str, list[float]]) -> None:
-            data.update(engine_bench.record(engine, found, ready, cases, speeds, rounds))
+        def save(speeds: dict[str, float], rounds: dict[str, list[float]], per_step: dict[str, float]) -> None:
+            data.update(engine_bench.record(engine, found, ready, cases, speeds, rounds, per_step))
             data.update(quantization=quantization, command=["offroad", *sys.argv[1:]])
             write(data)
 

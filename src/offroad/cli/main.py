@@ -59,6 +59,7 @@ def make_app() -> typer.Typer:
         ("show", show.show),
         ("rm", rm.rm),
         ("bench", bench.bench),
+        ("bench serve", bench.bench_serve),
         ("bench engine", bench_engine.bench_engine),
         ("replay", replay.replay),
         ("quantize", quantize.quantize),

@@ -5,7 +5,10 @@ the difference of the best times. Its rounds begin with steps in which some sequ
 read, so it holds what they cost each other. *decode_steady* leaves those out: of the steps in which every sequence got
 a token, the middle half, its tokens over its time; the best round. A round in which the sequences never decode all
 together, or in fewer than 8 steps, has none. *prefill* is the tokens of one prompt over the time to its first token.
-*ready* is the construction of the engine. Prompts are random ids, all different, and the prefix cache is off.
+With `--speculative-config` a step gives several tokens: those that came are what is counted, and beside a decode figure
+the record has how many a step gave each sequence, which for dummy drafts (`speculate/dummy.py`) is about what their
+acceptance makes expected. *ready* is the construction of the engine. Prompts are random ids, all different, and the
+prefix cache is off.
 """
 
 from __future__ import annotations
@@ -21,13 +24,23 @@ from offroad.evidence.perf import EngineTarget, Sample, commit
 from offroad.models.registry import resolve_source
 from offroad.ops.budget import Dtypes, packed_bytes
 from offroad.ops.roofline import Costs, costs
+from offroad.settings import Settings
+from offroad.speculate.config import Speculation, speculation
+from offroad.speculate.dummy import expected_tokens
 from offroad.weights.source import Source
 
 FORMAT = "offroad-bench-engine-1"
 ANSWER = 128  # tokens after the first
 STEADY = "decode_steady"
 _FEWEST = 8  # steps that a steady speed is taken from; over fewer, one that stumbles is most of it
-Save = Callable[[dict[str, float], dict[str, list[float]]], None]
+Save = Callable[[dict[str, float], dict[str, list[float]], dict[str, float]], None]
+
+
+class BenchSettings(Settings):
+    """Settings of an engine that is only timed: dummy drafts are taken here, and nowhere else."""
+
+    def drafter(self) -> Speculation | None:
+        return speculation(self.speculative_config)
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,7 @@ class Rounds:
     report: Callable[[str], None]
     done: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     steady: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    per_step: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def seconds(self, rows: int, prompt: int, answer: int) -> float:
         """The best time of rounds of `rows` prompts of `prompt` tokens and answers of `answer`."""
@@ -86,6 +100,10 @@ class Rounds:
     def _once(self, key: tuple[int, int, int], number: int) -> float:
         rows, prompt, answer = key
         samples = self.target.round(prompts(rows, prompt, self.target.vocab(), f"{key} {number}"), answer)
+        assert all(sum(sample.tokens) == answer for sample in samples), "an answer has the tokens that were asked for"
+        if answer > 1:
+            came = [count for sample in samples for count in sample.tokens[1:]]
+            self.per_step[key] = sum(came) / len(came)
         if (speed := steady(samples)) is not None:
             self.steady[key] = max(speed, self.steady.get(key, 0.0))
         return max(sample.arrivals[-1] for sample in samples)
@@ -121,16 +139,21 @@ def measure(
     engine: Engine, cases: dict[str, Case], repeat: int, report: Callable[[str], None], save: Save
 ) -> dict[str, float]:
     """Tokens a second by case. After each case they are reported, and given to `save` with the seconds of every round
-    by "rows x prompt + answer": a run that is ended later has them."""
+    by "rows x prompt + answer", and the tokens that a step gave a sequence by decode case: a run that is ended later
+    has them."""
     rounds = Rounds(EngineTarget(engine), repeat, report)
     speeds: dict[str, float] = {}
+    per_step: dict[str, float] = {}
     for name, case in cases.items():
         found = _speeds(rounds, name, case)
         speeds |= found
+        if case.decode:
+            per_step[name] = rounds.per_step[case.rows, case.prompt, ANSWER + 1]
         report(", ".join(f"{name} {speed:,.1f} tok/s" for name, speed in found.items()))
         save(
             dict(speeds),
             {f"{rows} x {prompt} + {answer}": times for (rows, prompt, answer), times in rounds.done.items()},
+            dict(per_step),
         )
     return speeds
 
@@ -172,7 +195,8 @@ def costs_of(engine: Engine, source: Source) -> Costs | None:
 
 
 def shares(speeds: dict[str, float], found: Costs | None) -> dict[str, float]:
-    """Each speed over the roofline's; nothing where the device's rates are unknown."""
+    """Each speed over the roofline's; nothing where the device's rates are unknown. With drafts steps have several rows
+    a sequence, of which the roofline knows nothing: the caller leaves those out."""
     if found is None:
         return {}
     result, cases = {}, figures()
@@ -193,10 +217,12 @@ def record(
     cases: dict[str, Case],
     speeds: dict[str, float],
     rounds: dict[str, list[float]],
+    per_step: dict[str, float],
 ) -> dict[str, Any]:
     """The evidence: figures, their share of the roofline by `found`, what ran, and every time. `missing`: cases that
     were asked for and are not measured yet."""
     info, plan = engine.info, engine.plan
+    bounded = {name: speed for name, speed in speeds.items() if not (plan.k and figures()[name].decode)}
     rates = None if found is None else {"bytes_s": found.bandwidth, "operations_s": found.rate}
     return {
         "format": FORMAT,
@@ -213,9 +239,29 @@ def record(
         **speeds,
         "ready_s": ready,
         "missing": [name for name in cases if name not in speeds],
-        "roofline_share": shares(speeds, found),
+        "roofline_share": shares(bounded, found),
         "rates": rates,
         "rounds": rounds,
+        "speculation": None if plan.drafter is None else drafts(engine, plan.drafter, per_step),
+    }
+
+
+def drafts(engine: Engine, drafter: Speculation, per_step: dict[str, float]) -> dict[str, Any]:
+    """What was set and what was seen. `tokens_per_step`: by decode case, of a sequence, its last step cut off at the
+    answer's end; `acceptance_by_place`: over all rounds, of drafts behind accepted ones; None: there were none."""
+    stats, rate = engine.stats(), drafter.acceptance
+    accepted = stats.accepted_by_place
+    reached = [stats.drafted_by_place[0], *accepted[:-1]]
+    return {
+        "method": drafter.method,
+        "num_speculative_tokens": drafter.tokens,
+        "acceptance": rate,
+        "tokens_per_step_expected": None if rate is None else expected_tokens(drafter.tokens, rate),
+        "tokens_per_step": per_step,
+        "draft_rows": stats.draft_rows,
+        "acceptance_by_place": [
+            right / tried if tried else None for right, tried in zip(accepted, reached, strict=True)
+        ],
     }
 
 
@@ -224,10 +270,24 @@ def render(data: dict[str, Any]) -> str:
     from offroad.cli.table import table
 
     head = f"{data['model']} on {data['device']}, plan {data['plan_fingerprint']}, ready in {data['ready_s']:.1f} s"
-    share = data["roofline_share"]
-    rows = [
-        (name, round(data[name], 1), f"{100 * share[name]:.0f} %" if name in share else "-")
-        for name in figures()
-        if name in data
-    ]
-    return head + "\n" + table(("CASE", "tok/s", "OF THE ROOFLINE"), rows)
+    if (drafter := data["speculation"]) is not None:
+        head += f"\n{render_drafts(drafter)}"
+    share, seen = data["roofline_share"], (drafter or {}).get("tokens_per_step", {})
+    titles = ("CASE", "tok/s", "OF THE ROOFLINE", *(["TOKENS A STEP"] if drafter else []))
+    rows = []
+    for name in (name for name in figures() if name in data):
+        steps = [f"{seen[name]:.2f}" if name in seen else "-"] if drafter else []
+        rows.append((name, round(data[name], 1), f"{100 * share[name]:.0f} %" if name in share else "-", *steps))
+    return head + "\n" + table(titles, rows)
+
+
+def render_drafts(drafter: dict[str, Any]) -> str:
+    """A line on the drafts that were checked."""
+    by_place = ", ".join("-" if rate is None else f"{rate:.2f}" for rate in drafter["acceptance_by_place"])
+    line = (
+        f"drafts: {drafter['method']}, up to {drafter['num_speculative_tokens']} a step, accepted by place {by_place}"
+    )
+    if drafter["acceptance"] is None:
+        return line
+    expected = drafter["tokens_per_step_expected"]
+    return f"{line}; set {drafter['acceptance']:.2f}, with which {expected:.2f} tokens a step are expected"

@@ -95,7 +95,7 @@ def clock(device: torch.device) -> Clock:
 
 def step_times(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
     """Times of one prefill step of a prompt and of one decode step of `rows` sequences (prompts of up to 1,024 tokens),
-    by op."""
+    by op. With a drafter that is a verify step, of up to `drafts` drafts a row."""
     runner, vocab = engine.runner, engine.info.vocab
     found: dict[str, Any] = {}
     _submit(engine, 1, prompt, vocab, "profile-warm", 2)
@@ -103,10 +103,11 @@ def step_times(engine: Engine, rows: int, prompt: int) -> dict[str, Any]:
     _submit(engine, 1, prompt, vocab, "profile-prefill", 1)
     found["prefill"] = {"tokens": min(prompt, engine.plan.chunk)} | _one_step(engine, runner)
     _drain(engine)
-    _submit(engine, rows, min(prompt, 1024), vocab, "profile-decode", 64)
+    tokens, k = min(prompt, 1024), engine.plan.k
+    _submit(engine, rows, tokens, vocab, "profile-decode", min(64 * (k + 1), engine.plan.max_len - tokens))
     while not _decoding(engine, rows):
         assert engine.has_work(), "all rows decode at once for some steps"
-    found["decode"] = {"rows": rows} | _one_step(engine, runner)
+    found["decode"] = {"rows": rows, "drafts": k} | _one_step(engine, runner)
     if runner.device.type == "cuda":
         found["decode_kernels"] = _kernels(engine)
     _drain(engine)
@@ -118,8 +119,10 @@ def _decoding(engine: Engine, rows: int) -> bool:
     before = engine.stats()
     engine.step()
     after = engine.stats()
-    fresh = after.prompt_tokens - before.prompt_tokens
-    return after.generated_tokens - before.generated_tokens == rows and not fresh
+    if after.prompt_tokens > before.prompt_tokens:
+        return False
+    # A row with drafts gives several tokens, and without drafts one.
+    return rows in (after.draft_rows - before.draft_rows, after.generated_tokens - before.generated_tokens)
 
 
 def _submit(engine: Engine, rows: int, tokens: int, vocab: int, name: str, answer: int) -> None:
@@ -205,7 +208,8 @@ def render(times: dict[str, Any]) -> str:
             )
             for entry in step["ops"]
         ]
-        head = f"one {phase} step of {step[what]} {what}: {1e3 * step['seconds']:.2f} ms in ops"
+        drafts = f" of up to {step['drafts']} drafts" if step.get("drafts") else ""
+        head = f"one {phase} step of {step[what]} {what}{drafts}: {1e3 * step['seconds']:.2f} ms in ops"
         parts.append(head + "\n" + table(("OP", "CALLS", "ms", "us EACH", "SHARE", "GB/s", "KERNEL"), rows))
     if kernels := times.get("decode_kernels"):
         total = 1e3 * sum(entry["seconds"] for entry in kernels)

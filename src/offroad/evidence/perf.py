@@ -106,7 +106,7 @@ class EngineTarget:
         began = time.perf_counter()
         for i, ids in enumerate(prompts):
             self.number += 1
-            request = Request(id=f"bench-{self.number}", prompt_ids=ids, params=params)
+            request = Request(id=f"bench-{self.number}", prompt_ids=ids, params=params, seed=i)
             order[request.id] = i
             self.engine.submit(request)
         while self.engine.has_work():

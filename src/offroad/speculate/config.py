@@ -11,6 +11,7 @@ from offroad.models.spec import ModelSpec
 from offroad.weights.source import Headers
 
 METHODS = ("ngram", "mtp", "draft_model", "gemma4_assistant")
+DUMMY = "dummy"  # drafts of no meaning, for speed tests: not among the methods that are offered
 SEPARATE = ("draft_model", "gemma4_assistant")  # drafters that are checkpoints of their own
 AUTO = "auto"
 # The most drafts that `auto` may take: each costs memory for states of recurrent layers, and is less likely than the
@@ -25,13 +26,15 @@ _KEYS = {
     "num_speculative_tokens": int,
     "prompt_lookup_min": int,
     "prompt_lookup_max": int,
+    "acceptance": float,
 }
 
 
 @dataclass(frozen=True)
 class Speculation:
     """`tokens`: most drafts in a step, of which `auto` takes as many as pay; `shortest`, `longest`: of the n-grams that
-    are looked up, in tokens. `model` names the drafter's checkpoint, where that is another than the model's."""
+    are looked up, in tokens. `model` names the drafter's checkpoint, where that is another than the model's.
+    `acceptance`: of dummy drafts, the share of those at one place that is accepted where those before it were."""
 
     method: str
     tokens: int
@@ -39,6 +42,7 @@ class Speculation:
     longest: int = 5
     model: str = ""
     auto: bool = False
+    acceptance: float | None = None
 
     @property
     def tapped(self) -> bool:
@@ -66,7 +70,8 @@ def speculation(text: str) -> Speculation | None:
             raise SettingsError(f"{FLAG}: key", found=name, accepted=", ".join(_KEYS))
         if name == "num_speculative_tokens" and value == AUTO:
             continue
-        if not isinstance(value, _KEYS[name]) or isinstance(value, bool):
+        kinds = (int, float) if _KEYS[name] is float else _KEYS[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
             raise SettingsError(f"{FLAG}: {name}", found=repr(value), accepted=_KEYS[name].__name__)
     method, tokens = values.get("method", ""), values.get("num_speculative_tokens", 4)
     made = Speculation(
@@ -76,24 +81,45 @@ def speculation(text: str) -> Speculation | None:
         values.get("prompt_lookup_max", max(5, values.get("prompt_lookup_min", 2))),
         values.get("model", ""),
         tokens == AUTO,
+        values.get("acceptance"),
     )
     return _checked(made)
 
 
+def offered(text: str) -> Speculation | None:
+    """`speculation` of a text, for an engine whose answers are to mean something. Raises SettingsError for dummy drafts
+    too."""
+    made = speculation(text)
+    if made is not None and made.method == DUMMY:
+        raise SettingsError(
+            f"{FLAG}: method",
+            found=f"{DUMMY}, whose answers mean nothing",
+            accepted=", ".join(METHODS),
+            next="`offroad bench engine` measures verify steps with it",
+        )
+    return made
+
+
 def _checked(made: Speculation) -> Speculation:
-    separate = made.method in SEPARATE
+    separate, dummy, rate = made.method in SEPARATE, made.method == DUMMY, made.acceptance
+    wanted_rate = "a number of 0 to 1" if dummy else f"none with {made.method}"
     wanted = "the drafter's checkpoint: a folder, a GGUF file or a name" if separate else f"none with {made.method}"
     checks: list[tuple[str, Any, bool, str]] = [
-        ("method", made.method or "none", made.method in METHODS, ", ".join(METHODS)),
+        ("method", made.method or "none", dummy or made.method in METHODS, ", ".join(METHODS)),
         ("model", made.model or "none", bool(made.model) == separate, wanted),
         ("num_speculative_tokens", made.tokens, 1 <= made.tokens <= 16, "1 to 16"),
         ("prompt_lookup_min", made.shortest, made.shortest >= 1, "1 or more"),
         ("prompt_lookup_max", made.longest, made.longest >= made.shortest, f"{made.shortest} or more"),
+        ("acceptance", "none" if rate is None else rate, _rate(rate) if dummy else rate is None, wanted_rate),
     ]
     for name, found, ok, accepted in checks:
         if not ok:
             raise SettingsError(f"{FLAG}: {name}", found=found, accepted=accepted)
     return made
+
+
+def _rate(value: float | None) -> bool:
+    return value is not None and 0.0 <= value <= 1.0
 
 
 def chosen(asked: Speculation | None, spec: ModelSpec, headers: Headers) -> Speculation | None:
@@ -108,7 +134,7 @@ def chosen(asked: Speculation | None, spec: ModelSpec, headers: Headers) -> Spec
 def drafting(spec: ModelSpec, headers: Headers, used: Speculation | None) -> ModelSpec:
     """The model with the layers of the drafter that `used` names, or without any. Raises PlanError if the checkpoint
     has no such drafter: proposing nothing in silence is what it would come to."""
-    if used is None or used.method == "ngram":
+    if used is None or used.method in ("ngram", DUMMY):
         return spec
     draft = spec.draft
     if draft is None or draft.method != used.method:

@@ -7,9 +7,11 @@ import time
 import numpy as np
 
 from offroad.run.arrays import Arrays
+from offroad.run.rows import Rows
 from offroad.sample.params import SamplingParams
 from offroad.schedule.step import Start
 from offroad.speculate.auto import Auto
+from offroad.speculate.dummy import DummyProposer
 from offroad.speculate.proposer import Proposer, Turn
 
 _CALM = 0.7  # sampling up to this temperature is a class of its own
@@ -20,12 +22,25 @@ class Drafting:
 
     def __init__(self, proposer: Proposer, arrays: Arrays, auto: Auto | None) -> None:
         self.proposer, self.arrays, self.auto = proposer, arrays, auto
+        self.dummy = proposer if isinstance(proposer, DummyProposer) else None
         self._making = 0.0  # seconds that the drafts of the next step took
 
     def start(self, start: Start) -> None:
         """A sequence begins in a slot."""
         if self.auto is not None:
             self.auto.start(start.slot, _kind(start.params))
+        if self.dummy is not None:
+            assert start.guide is None, "a speed test asks for no grammar"
+            self.dummy.start(start)
+
+    def decide(self, rows: Rows, of_row: np.ndarray, positions: np.ndarray, answers: np.ndarray) -> np.ndarray:
+        """The answers of wanted tokens that draw for `positions`, int64 [wanted]; dummy drafts replace the model's."""
+        if self.dummy is None:
+            return answers
+        compared = (of_row < rows.verify) & (positions < (rows.start + rows.width)[of_row])
+        told = answers.copy()
+        told[compared] = self.dummy.decide(rows.slot[of_row][compared], positions[compared], answers[compared])
+        return told
 
     def follow(self, turn: Turn) -> None:
         self.proposer.follow(turn)

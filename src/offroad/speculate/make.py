@@ -10,8 +10,10 @@ from offroad.run.bind import Bounds
 from offroad.run.rows import RingView
 from offroad.speculate.assistant import AssistantProposer
 from offroad.speculate.auto import Auto
+from offroad.speculate.config import DUMMY
 from offroad.speculate.draft_model import DraftModelProposer
 from offroad.speculate.drafting import Drafting
+from offroad.speculate.dummy import DummyProposer
 from offroad.speculate.mtp import MtpProposer
 from offroad.speculate.ngram import NgramProposer
 from offroad.speculate.proposer import Device, Proposer
@@ -23,6 +25,9 @@ def make_proposer(plan: Plan, bounds: Bounds, device: Device) -> Proposer | None
         return None
     if plan.drafter.method == "ngram":
         return NgramProposer(device, plan.drafter)
+    if plan.drafter.method == DUMMY:
+        assert plan.drafter.acceptance is not None, "dummy drafts have a rate"
+        return DummyProposer(device, plan.drafter.acceptance)
     draft, ops = bounds.spec.draft, bounds.drafter()
     assert draft is not None, "a drafter is planned"
     if plan.drafter.method == "draft_model":

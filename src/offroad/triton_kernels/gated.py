@@ -7,11 +7,11 @@ from functools import partial
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.triton_kernels.kernel import TritonKernel
-from offroad.triton_kernels.linear import SHARED_OF
+from offroad.triton_kernels.linear import SHARED_OF, W8A8
 from offroad.triton_kernels.linear_pack import W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
-LINEARS = {"triton.linear_w4": W4, "triton.linear_w8": W8, "triton.linear_dense": "dense"}
+LINEARS = {"triton.linear_w4": W4, "triton.linear_w8": W8, W8A8: W8, "triton.linear_dense": "dense"}
 MOST = 64  # tokens; for more the linear may have other ways, and beside it the activation is small
 HALF = 32  # outputs of the gate that a program has at least, and as many of up
 

@@ -36,7 +36,7 @@ def fused(
     x, it = x.contiguous(), stored(weight)
     rows = x.shape[0]
     y = torch.empty(rows, weight.n // 2, dtype=x.dtype, device=x.device)
-    at = choice or tile(it.kind, weight.n, weight.k, rows, 1, on or card(x.device), x.dtype)
+    at = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), on or card(x.device), x.dtype)
     launch(x, it, y, weight, at, -(-rows // at.m), weight.n, gate=kind)
     return y
 

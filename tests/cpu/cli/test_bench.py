@@ -1,6 +1,11 @@
-"""`offroad bench` on a tiny model: the figures of a chat."""
+"""`offroad bench` on a tiny model and a server: the figures of a chat, and of both names of the verb."""
 
 import json
+
+import pytest
+
+from offroad.evidence import perf
+from offroad.evidence.perf import Sample
 
 CHAT = ("--turns", "3", "--prompt-tokens", "80", "--output-tokens", "30")
 
@@ -35,3 +40,41 @@ def test_a_chat_as_a_table(offroad, tiny):
         ["2", "190", "64", "64"],
         ["3", "300", "192", "192"],
     ]
+
+
+class Server:
+    """A server that gives each request its tokens, one every 10 ms."""
+
+    def __init__(self, url):
+        self.url = url
+
+    def facts(self):
+        return {"kind": "server", "model": self.url, "device": None, "plan_fingerprint": None}
+
+    def vocab(self):
+        return 100
+
+    def round(self, prompts, output_tokens):
+        return [Sample([0.01 * (i + 1) for i in range(output_tokens)], [1] * output_tokens) for _ in prompts]
+
+    def close(self):
+        pass
+
+
+def test_a_server_is_measured_under_both_names(offroad, monkeypatch):
+    monkeypatch.setattr(perf, "ServerTarget", Server)
+    found = []
+    for verb in (["bench", "serve"], ["bench"]):
+        code, text, _ = offroad(*verb, "http://test", "--concurrency", "3", "--output-tokens", "11", "--json")
+        assert code == 0
+        found.append(json.loads(text))
+    assert found[0]["target"]["model"] == "http://test"
+    assert found[0]["points"] == found[1]["points"]
+    assert found[0]["points"][0]["summary"]["decode_tok_s"] == pytest.approx(300)
+
+
+def test_bench_serve_measures_servers_only(offroad):
+    code, _, err = offroad("bench", "serve", "some-model")
+    assert code == 2
+    assert "the address of a server" in err
+    assert offroad("bench", "serve", "http://test", "--max-num-seqs", "3")[0] == 2

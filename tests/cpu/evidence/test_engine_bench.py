@@ -56,7 +56,7 @@ def test_speeds_are_those_of_the_best_rounds(monkeypatch):
     assert speeds["decode_c8"] == pytest.approx(800)
     assert speeds["decode_steady_c8"] == pytest.approx(800)
     assert speeds["prefill_8k"] == pytest.approx(1000)
-    assert [sorted(now) for now, _ in saved] == [["decode_c8", "decode_steady_c8"], sorted(speeds)]
+    assert [sorted(now) for now, *_ in saved] == [["decode_c8", "decode_steady_c8"], sorted(speeds)]
     assert saved[-1][1]["8 x 1024 + 1"] == pytest.approx([8.692, 8.192])
     assert "decode_c8 800.0 tok/s, decode_steady_c8 800.0 tok/s" in notes
 
