@@ -1,7 +1,8 @@
-"""Times the Triton linears on one GPU, at the shapes of real models: python benchmarks/kernels_linear.py [--tune]
+"""Times the Triton linears on one GPU, at real models' shapes: python benchmarks/kernels_linear.py [--tune | --w8a8]
 
 Prints microseconds, GB/s of weight bytes, their share of --bandwidth, and TFLOP/s, beside torch's linear in bf16.
 Weights rotate over more memory than the L2 cache has, and the launches of one reading are replayed as a CUDA graph.
+With --w8a8, only that: each piece of a product of e4m3 operands at --rows, beside what widens weights (Hopper GPUs).
 With --tune, tries tiles for each shape and number of rows, and prints the best ones beside the one that is used.
 """
 
@@ -15,7 +16,7 @@ from itertools import product
 import torch
 
 from offroad.quant.packed import Packed
-from offroad.triton_kernels import linear_run
+from offroad.triton_kernels import linear_fp8, linear_run
 from offroad.triton_kernels.linear_grouped import grouped
 from offroad.triton_kernels.linear_pack import pack
 from offroad.triton_kernels.linear_run import Tile, card, run
@@ -60,8 +61,11 @@ def random_weight(kind: str, n: int, k: int) -> Packed:
         if layout == "fp4":
             s = (s * 1000).to(torch.float8_e4m3fn).float() * 0.01
         return pack(Packed(layout, n, k, {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {}), group))
-    q = torch.randint(-100, 100, (n, k), dtype=torch.int8, device="cuda")
-    return pack(Packed(layout, n, k, {"q": q.view(torch.float8_e4m3fn) if layout == "fp8" else q, "s": s}, group))
+    if layout == "fp8":  # as checkpoints have them: bits decide what power products take
+        q = torch.randn(n, k, device="cuda").mul_(60).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        q = torch.randint(-100, 100, (n, k), dtype=torch.int8, device="cuda")
+    return pack(Packed(layout, n, k, {"q": q, "s": s}, group))
 
 
 def copies(size: int) -> int:
@@ -159,9 +163,38 @@ def experts(options: argparse.Namespace) -> None:
                 print(line(f"experts {name} {kind}", tokens, us, int(read), flops, options.bandwidth, None), flush=True)
 
 
+def w8a8(options: argparse.Namespace) -> None:
+    """Rounding activations, weights out of records, cuBLASLt's product, all of them; and weights widened to bf16."""
+    for model, shapes in SHAPES.items():
+        for name, (n, k) in shapes.items():
+            if options.only not in f"{model} {name}":
+                continue
+            weight = random_weight("fp8", n, k)
+            for rows in options.rows:
+                x = torch.randn(rows, k, device="cuda").bfloat16()
+                q, qs, w, ws = linear_fp8.operands(weight, rows, x.device)
+                linear_fp8.quantise(x, q, qs)
+                linear_fp8.unpack(weight, w, ws)
+                pieces = {
+                    "quantise": (lambda: linear_fp8.quantise(x, q, qs), 3 * x.numel(), 0.0),  # noqa: B023
+                    "unpack": (lambda: linear_fp8.unpack(weight, w, ws), 2 * n * k, 0.0),  # noqa: B023
+                    "product": (lambda: linear_fp8.scaled_product(q, qs, w, ws, x.dtype), n * k, 1.0),  # noqa: B023
+                    "w8a8, all of it": (lambda: linear_fp8.run(x, weight, from_rows=1), n * k, 1.0),  # noqa: B023
+                    "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight), n * k, 1.0),  # noqa: B023
+                }
+                if rows <= 1024:
+                    registers = lambda: linear_run.run(x, weight, dense_from=rows + 1)  # noqa: B023, E731
+                    pieces["w8a16 in registers"] = (registers, n * k, 1.0)
+                for piece, (call, size, share) in pieces.items():
+                    us = microseconds([call])
+                    flops = share * 2.0 * rows * n * k
+                    print(line(f"{name} {piece}", rows, us, size, flops, options.bandwidth, None), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try tiles")
+    parser.add_argument("--w8a8", action="store_true", help="pieces of products of e4m3 operands, e.g. --rows 8192")
     parser.add_argument("--quick", action="store_true", help="with --tune: few tiles")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 2048])
     parser.add_argument("--formats", nargs="+", choices=tuple(FORMATS), default=tuple(FORMATS))
@@ -170,6 +203,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     print(torch.cuda.get_device_name())
+    if options.w8a8:
+        w8a8(options)
+        return
     linears(options)
     experts(options)
 

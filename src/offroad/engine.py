@@ -102,7 +102,7 @@ class Engine:
         bounds = prepare(self.plan, default_registry())
         device = torch.device(self.plan.device.kind)
         report("load", 0.0, "")
-        spec = drafting(resolved.spec, source.headers, self.plan.drafter).storing(self.plan.store)
+        spec = drafting(resolved.spec, source.headers, self.plan.drafter).storing(self.plan.store, self.plan.lag)
         weights = load(
             spec,
             source,

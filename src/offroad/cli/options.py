@@ -60,7 +60,11 @@ FLAGS: dict[str, Flag] = {
         "auto, cpu, cuda, or a profile, or a path of one ending in .toml: to plan for, or to run by on a newer GPU.",
         "DEVICE",
     ),
-    "kernel": Flag("speed", "Force a kernel for an op, e.g. linear=torch.linear; may be repeated.", "OP=NAME"),
+    "kernel": Flag(
+        "speed",
+        "Force a kernel for an op (linear), a use of it (linear:down), or weights kept so (linear@fp8); repeatable.",
+        "OP=NAME",
+    ),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
     "enforce_eager": Flag("speed", "Make no CUDA graphs of decode steps."),
     "batch_invariant": Flag("speed", "Make a request's tokens independent of what runs beside it; slower on GPUs."),

@@ -16,7 +16,7 @@ from offroad.evidence.kernel_trials import Trial, trials
 from offroad.ops.block_kernels import PartsKernel
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.ops.plan import Plan
-from offroad.ops.spec import Bound, OpSpec, Problem, Registry, Tolerance
+from offroad.ops.spec import Bound, Problem, Registry, Tolerance
 
 # Rows of caches: one step of an 8-bit float; states go through sums of their own.
 _STEPS = {torch.float8_e5m2: 0.26, torch.float8_e4m3fn: 0.13}
@@ -155,7 +155,7 @@ def _results(subject: Subject, registry: Registry, device: DeviceProfile, place:
             for trial in tried:
                 bound = bound or kernel.prepare(device, problem)
                 count += 1
-                yield _result(blank, trial, bound, registry.ops[problem.op], problem.dtype)
+                yield _result(blank, trial, bound, registry, problem.dtype)
         except Exception as error:  # a kernel that does not compile or run is what this is here to find
             yield replace(blank, passed=False, problem=f"{type(error).__name__}: {error}")
             return
@@ -163,10 +163,11 @@ def _results(subject: Subject, registry: Registry, device: DeviceProfile, place:
         yield replace(blank, problem="is made of kernels that are tried by themselves")
 
 
-def _result(blank: Result, trial: Trial, bound: Bound, op: OpSpec, dtype: str) -> Result:
-    assert op.reference is not None, op.name
+def _result(blank: Result, trial: Trial, bound: Bound, registry: Registry, dtype: str) -> Result:
+    op, reference = registry.ops[blank.op], registry.computes(blank.kernel)
+    assert reference is not None, op.name
     found, again = trial.run(bound, False), trial.run(bound, False)
-    wanted = trial.run(op.reference, True)
+    wanted = trial.run(reference, True)
     limit = op.tolerance[dtype]
     errors = [
         _error(ours, theirs, _limit(limit, ours, number >= len(found) - trial.stored))

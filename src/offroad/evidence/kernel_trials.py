@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from offroad.models.spec import AttentionSpec, GatedDeltaSpec, RopeSpec
+from offroad.ops.budget import LAG
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import packers
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Problem
-from offroad.quant.packed import PER_BYTE, Packed
+from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, fused_group, layout_of, to_dense, widen
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows
 
@@ -121,6 +122,8 @@ def canonical(make: Maker, n: int, seed: int = 0) -> Packed:
         q = torch.randint(low, high, (n, columns), generator=random, dtype=torch.int16)
         q = q.to(torch.int8 if layout == "affine8" else torch.uint8)
     s = (torch.rand(n, -(-k // group), generator=random) + 0.5).mul_(k**-0.5 / _LARGEST[layout]).half().float()
+    if FP8_BLOCKS in kinds:
+        s = s[::128].repeat_interleave(128, dim=0)[:n]
     tensors = {"q": q, "s": s} | ({"m": -8 * s} if layout == "affine4" else {})
     if any("_k" in kind for kind in kinds):  # minima of their own, and a group without a scale
         tensors["m"] = (torch.rand(s.shape, generator=random) * -15 * s).half().float()
@@ -333,13 +336,14 @@ def _said(parts: tuple[tuple[int, int], ...]) -> str:
 
 def _states(make: Maker, spec: GatedDeltaSpec, slots: int) -> tuple[RingView, RingView | ReplayView]:
     shape = (spec.value_heads, spec.key_dim, spec.value_dim)
-    conv = make.x(slots, spec.kernel - 1 + DRAFTS, spec.channels)
+    conv = make.x(slots, spec.kernel + DRAFTS, spec.channels)
     if not make.has("replay"):
         return RingView(conv), RingView(make.random(slots, 1 + DRAFTS, *shape, scale=0.2))
     records = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
-    key, delta, decay = (make.random(slots, 2 * (DRAFTS + 1), *record, scale=0.2) for record in records)
+    lag = max(LAG, DRAFTS + 1)
+    key, delta, decay = (make.random(slots, lag + DRAFTS + 1, *record, scale=0.2) for record in records)
     base = torch.zeros(slots, dtype=torch.int64, device=make.device)
-    return RingView(conv), ReplayView(make.random(slots, *shape, scale=0.2), key, delta, -decay.abs(), base)
+    return RingView(conv), ReplayView(make.random(slots, *shape, scale=0.2), key, delta, -decay.abs(), base, lag)
 
 
 def _gated_delta(make: Maker) -> Iterator[Trial]:
@@ -359,15 +363,17 @@ def _gated_delta(make: Maker) -> Iterator[Trial]:
         tokens, rows = sum(width for _, width in parts), rows_of(make, parts)
         qkvz, ba = make.x(tokens, spec.channels + spec.value_width), make.x(tokens, 2 * spec.value_heads)
         conv, state = _states(make, spec, len(parts) + 1)
-        if isinstance(state, ReplayView):  # as after a step that ended where this one begins
-            state.base[1:] = rows.start_t.long()
+        if isinstance(state, ReplayView):  # two records are behind the states, where there are two
+            state.base[1:] = (rows.start_t.long() - 2).clamp(min=0)
+        tensors = [name for name, value in vars(state).items() if isinstance(value, torch.Tensor) and name != "base"]
 
-        def run(bound: Bound, widened: bool, qkvz=qkvz, ba=ba, conv=conv, state=state, rows=rows) -> Outputs:
+        def run(
+            bound: Bound, widened: bool, qkvz=qkvz, ba=ba, conv=conv, state=state, rows=rows, tensors=tensors
+        ) -> Outputs:
             ring = RingView(conv.data.clone())
-            kept = {name: value.clone() for name, value in vars(state).items()}
-            mine = replace(state, **kept)
+            mine = replace(state, **{name: getattr(state, name).clone() for name in tensors})
             out = bound(qkvz, ba, ring, mine, rows, spec, weights, EPS)
-            return out, ring.data, *(value for name, value in vars(mine).items() if name != "base")
+            return out, ring.data, *(getattr(mine, name) for name in tensors)
 
         yield Trial(
             f"{spec.value_heads} heads of {spec.key_dim} x {spec.value_dim}, rows {_said(parts)}",
@@ -375,7 +381,7 @@ def _gated_delta(make: Maker) -> Iterator[Trial]:
             lambda bound, qkvz=qkvz, ba=ba, conv=conv, state=state, rows=rows: bound(
                 qkvz, ba, conv, state, rows, spec, weights, EPS
             ),
-            1 + len(vars(state)) - isinstance(state, ReplayView),
+            1 + len(tensors),
         )
 
 

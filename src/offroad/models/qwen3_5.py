@@ -191,7 +191,8 @@ class _Layers:
             Plane("decay", (heads,), "float32"),
         )
         items = (
-            ("conv", Ring((Plane("raw", (spec.channels,), "activation"),), back, back)),
+            # Programs of a key head read columns while others store new ones: a column more keeps these apart.
+            ("conv", Ring((Plane("raw", (spec.channels,), "activation"),), back, back, write_first=True)),
             ("state", Ring((Plane("s", state, self.state),), 1, 1, records=records)),
         )
         return linears, tensors, items

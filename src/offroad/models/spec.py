@@ -67,7 +67,7 @@ class Ring:
 
     `back`: rows before the next token that it reads. `resume`: rows before a boundary that a checkpoint must hold.
     `records`: what a token's row can be made of, given the row before it; where there are such, the store may be
-    "replay": one row, and records of the tokens behind it.
+    "replay": one row, and records of the tokens behind it, at most `lag` before a step.
     """
 
     planes: tuple[Plane, ...]
@@ -76,14 +76,15 @@ class Ring:
     store: Store = "rows"
     write_first: bool = False
     records: tuple[Plane, ...] = ()
+    lag: int = 0
 
     def capacity(self, k: int) -> int:
         """Rows in a slot."""
         return self.back if self.store == "replay" else self.back + k + self.write_first
 
     def replayed(self, k: int) -> int:
-        """Records in a slot: those of the last step, which this one reads, and its own."""
-        return 2 * (k + 1) if self.store == "replay" else 0
+        """Records in a slot: those that a step reads, and its own."""
+        return self.lag + k + 1 if self.store == "replay" else 0
 
 
 @dataclass(frozen=True)
@@ -384,15 +385,15 @@ class ModelSpec:
         assert not self.drafted, "a drafter is joined once"
         return replace(self, layers=self.layers + self.draft.layers, drafted=len(self.draft.layers))
 
-    def storing(self, store: Store) -> ModelSpec:
-        """The model with the rings that have records kept so."""
+    def storing(self, store: Store, lag: int = 0) -> ModelSpec:
+        """The model with the rings of its own layers that have records kept so. A drafter runs several times in a step,
+        so its rings keep rows: where the records of a slot begin is known once a step."""
 
         def kept(item: Item) -> Item:
-            return replace(item, store=store) if isinstance(item, Ring) and item.records else item
+            return replace(item, store=store, lag=lag) if isinstance(item, Ring) and item.records else item
 
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, items=tuple((name, kept(item)) for name, item in layer.items)) for layer in self.layers
-            ),
+        own = tuple(
+            replace(layer, items=tuple((name, kept(item)) for name, item in layer.items))
+            for layer in self.layers[: self.own]
         )
+        return replace(self, layers=own + self.layers[self.own :])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import SettingsError
@@ -20,12 +21,15 @@ from offroad.models.spec import (
     SparseMlaSpec,
 )
 from offroad.ops.spec import Kernel, Load, Problem, Registry, Verdict
+from offroad.quant.packed import FP8_BLOCKS, PER_BYTE
+from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
 from offroad.weights.source import Headers
 
 PHASES = ("prefill", "decode")
 MODEL = -1  # the layer number of what stands outside layers
 DRAFTER = -2  # the same of the drafter
+LAYOUTS = ("dense", *PER_BYTE)  # what weights are kept as: "linear@fp8" names the linears over such
 _SPECIFIED = "none is written: the op is specified, and nothing computes it yet"
 
 
@@ -81,6 +85,8 @@ def groups(spec: ModelSpec, headers: Headers, dtype: str, kv_dtype: str, block: 
     def weight(layer: int, linear: LinearSpec, uses: tuple[str, ...] = ()) -> Group:
         stored = tuple(headers[name].kind for name in linear.tensors(headers) if name in headers)
         sizes = {"n": linear.n, "k": linear.k} | ({"experts": linear.experts} if linear.experts else {})
+        if set(stored) == {FP8_BLOCKS} and (part := gcd(*(rows for _, rows in linear.parts))) % 128:
+            sizes["part"] = part  # blocks of the parts do not lie below each other in steps of 128
         if linear.op == "block_linear":
             sizes["blocks"] = spec.layers[layer].mixer.out_groups
         cells = []
@@ -246,7 +252,10 @@ class Resolver:
         forced = {}
         for entry in entries:
             op, _, name = entry.partition("=")
-            base = op.partition(":")[0]
+            base, _, kept = op.partition("@")
+            base = base.partition(":")[0]
+            if kept and kept not in LAYOUTS:
+                raise SettingsError(f"--kernel {op}", found=f"weights kept as {kept!r}", accepted=", ".join(LAYOUTS))
             if base not in self.registry.ops:
                 raise SettingsError("--kernel", found=f"op {op!r}", accepted=", ".join(self.registry.ops))
             known = {kernel.name for kernel in self.registry.candidates(base)}
@@ -254,6 +263,12 @@ class Resolver:
                 raise SettingsError(f"--kernel {op}", found=name, accepted=", ".join(sorted(known)) or _SPECIFIED)
             forced[op] = name
         return forced
+
+    def _named(self, cell: Cell, problem: Problem) -> str | None:
+        """The kernel that --kernel names for a cell: of its own name, of weights kept as its are, or of its op."""
+        kept = f"{problem.op}@{layout_of(problem.stored)}" if problem.stored else ""
+        names = (self.forced[name] for name in (cell.op, kept, problem.op) if name in self.forced)
+        return next(names, None)
 
     def _check(self, name: str, problem: Problem, forced: str | None) -> Verdict:
         kernel: Kernel = self.registry.kernels[name]
@@ -263,14 +278,17 @@ class Resolver:
             return Verdict(False, "a reference kernel, slow on a GPU; allow it with --allow-reference")
         if problem.invariant and not self.registry.invariant(name):
             return Verdict(False, "--batch-invariant: what it gives for a row may depend on how many rows there are")
-        return kernel.check(self.device, problem)
+        verdict = kernel.check(self.device, problem)
+        if verdict.ok and forced is None and (why := self.registry.asked(name)):
+            return Verdict(False, why)
+        return verdict
 
     def resolve(self, group: Group) -> dict[Cell, Choice]:
         """A choice for each cell of the group; cells without a kernel have kernel ""."""
         verdicts: list[dict[str, Verdict]] = []
         cells = [(cell, replace(problem, invariant=self.invariant, load=self.load)) for cell, problem in group.cells]
         for cell, problem in cells:
-            forced = self.forced.get(cell.op, self.forced.get(problem.op))
+            forced = self._named(cell, problem)
             names = [kernel.name for kernel in self.registry.candidates(problem.op)]
             verdicts.append({name: self.check(name, problem, forced) for name in names})
         layout = self._layout(verdicts)

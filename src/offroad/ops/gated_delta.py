@@ -48,8 +48,8 @@ def gated_delta(
     `conv` holds raw columns [channels] (before convolution and activation), `state` S [value_heads, key_dim, value_dim]
     in fp32: the row of position p is what token p left behind. Reads the rows before each row's start (zeros before
     position 0), writes those of its tokens that the rings have room for. Verify rows take the recurrent form and leave
-    a state for every token, or the state before them and a record for every token where states are replayed (feature
-    "replay"); chunks take the chunked form and leave their last state.
+    a state for every token, or a record for every token and, at times, the state before them where states are replayed
+    (feature "replay"); chunks take the chunked form and leave their last state.
     """
     if int(rows.width.sum()) < len(qkvz):  # tokens of no row: a step of fixed size that is not full
         inner, picked = _without_gaps(rows, qkvz.device)
@@ -143,7 +143,8 @@ def _verify(
     start, offset = rows.start_t[:count].long(), rows.offset_t[:count].long()
     state = _states(ring, slots, start)
     if isinstance(ring, ReplayView):
-        ring.state[slots] = state.to(ring.state.dtype)
+        fold = ring.folds(slots, start)
+        ring.state[slots[fold]] = state[fold].to(ring.state.dtype)
     for t in range(int(rows.width[:count].max())):
         live = torch.from_numpy((rows.width[:count] > t).nonzero()[0]).to(q.device)
         at = offset[live] + t

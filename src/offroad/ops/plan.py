@@ -33,7 +33,7 @@ SCALED = "float8_e4m3fn"  # the KV dtype that scales of checkpoints are made for
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided before weights. `depth`: steps in flight; `k`: most drafts in a step; `store`: how
-    recurrent states are kept, so that drafts can be taken back."""
+    recurrent states are kept, so that drafts can be taken back; `lag`: how many records may be behind one."""
 
     model: str
     family: str
@@ -43,6 +43,7 @@ class Plan:
     block: int
     k: int
     store: Store
+    lag: int
     chunk: int
     depth: int
     max_len: int
@@ -117,6 +118,7 @@ class Plan:
                 "block",
                 "k",
                 "store",
+                "lag",
                 "chunk",
                 "depth",
                 "max_len",
@@ -329,10 +331,11 @@ def plan(
         settings.max_num_seqs, k + 1, min(settings.max_num_batched_tokens, length * settings.max_num_seqs), length
     )
     resolver = Resolver(registry, device, settings, load)
-    store, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
+    store, lag, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
     if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
-        store, store_notes = "rows", (f"recurrent states: rows, since no kernel of {device.name} replays", *store_notes)
-    spec = spec.storing(store)
+        store, lag = "rows", 0
+        store_notes = (f"recurrent states: a row a token, since no kernel of {device.name} replays records",)
+    spec = spec.storing(store, lag)
     notes += invariant_notes(settings, block, k)
     cells = _resolved(spec, headers, resolver, dtypes, block)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
@@ -348,6 +351,7 @@ def plan(
         block=block,
         k=k,
         store=store,
+        lag=lag,
         chunk=min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs),
         depth=2 if device.kind == "cuda" and drafter is None else 1,  # what drafts do to lengths is known late
         max_len=divided.max_len,

@@ -94,6 +94,9 @@ class Kernel(Protocol):
     It may have `invariant`, which says that for a problem that asks so a row's result is bit for bit the same whatever
     rows are beside it, however many they are, and wherever a prompt is cut at a multiple of a block. Without it, it is
     not.
+
+    It may have `asked`: why a plan takes it only where --kernel names it; and `computes`: what stands for its op's
+    reference where it computes something else.
     """
 
     name: str
@@ -128,6 +131,15 @@ class Registry:
     def invariant(self, name: str) -> bool:
         """Whether the kernel can keep rows apart: see `Kernel`."""
         return getattr(self.kernels[name], "invariant", False)
+
+    def asked(self, name: str) -> str:
+        """Why the kernel is taken only where --kernel names it; "": it is not so."""
+        return getattr(self.kernels[name], "asked", "")
+
+    def computes(self, name: str) -> Bound | None:
+        """What the kernel computes, in plain PyTorch: its op's reference, unless it says otherwise."""
+        kernel = self.kernels[name]
+        return getattr(kernel, "computes", None) or self.ops[kernel.op].reference
 
     def candidates(self, op: str) -> list[Kernel]:
         return [kernel for kernel in self.kernels.values() if kernel.op == op]

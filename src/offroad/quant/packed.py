@@ -9,6 +9,7 @@ import torch
 
 # Canonical layouts, and how many values a byte of `q` holds.
 PER_BYTE = {"affine4": 2, "affine8": 1, "fp8": 1, "fp4": 2}
+FP8_BLOCKS = "fp8.block128x128"  # how a weight of e4m3 with a scale for each 128 by 128 is stored
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 

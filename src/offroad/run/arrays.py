@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -10,7 +12,7 @@ import torch
 from offroad.models.spec import AttentionSpec, Item, ModelSpec, Plane, Ring, Shared
 from offroad.ops.budget import Dtypes
 from offroad.ops.plan import SCALED, Plan
-from offroad.run.rows import PagedView, ReplayView, RingView, Rows, View
+from offroad.run.rows import PagedView, ReplayView, RingView, Rows, View, folding
 from offroad.run.transfer import Upload
 from offroad.schedule.step import Kind, Step, Table
 from offroad.weights.kv_scales import Scales
@@ -39,7 +41,7 @@ class Arrays:
         self.length = np.zeros(slots, np.int64)
         self.drafted = np.zeros(slots, np.int64)
         self.base = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.replayed = plan.store == "replay"
+        self.lag = plan.lag
         self.all_tables = torch.zeros((len(Table), slots, self.columns), dtype=torch.int32, device=device)
         self.tables = {t: self.all_tables[int(t)] for t in Table}
         self.streams = any(
@@ -84,7 +86,7 @@ class Arrays:
         ring: RingView | ReplayView = RingView(data)
         if item.store == "replay":
             records = {record.name: empty(memory.slots, item.replayed(plan.k), record) for record in item.records}
-            ring = ReplayView(data[:, 0], **records, base=self.base)
+            ring = ReplayView(data[:, 0], **records, base=self.base, lag=item.lag, fold=_fold(plan))
         if item.resume:
             self.checkpoints.append((ring, empty(memory.checkpoints, item.resume, plane)))
         return ring
@@ -105,10 +107,12 @@ class Arrays:
 
     def settle(self, rows: Rows) -> None:
         """Notes where the layers have left the states that are replayed: once a step, when all have run."""
-        if self.replayed:
-            at = rows.start_t.clone()
-            at[rows.verify :] += rows.width_t[rows.verify :]
-            self.base[rows.slot_t.long()] = at.long()
+        if self.lag:
+            slots, at = rows.slot_t.long(), rows.start_t.long()
+            base = self.base[slots]
+            base = torch.where(folding(base, at, self.lag, self.k + 1), at, base)
+            base[rows.verify :] = at[rows.verify :] + rows.width_t[rows.verify :]
+            self.base[slots] = base
 
     def apply(self, step: Step) -> None:
         """Slots that begin, then table edits."""
@@ -217,6 +221,13 @@ class Arrays:
         self.drafted[slot] = len(ids)
         if len(ids):
             self.tokens[slot, first : first + len(ids)] = torch.from_numpy(ids.copy()).to(self.device)
+
+
+def _fold(plan: Plan) -> Callable[[ReplayView, int, int], torch.Tensor] | None:
+    """What makes a state from its records, if the plan's kernel of them brings that."""
+    if "triton.gated_delta" not in plan.kernels():
+        return None
+    return import_module("offroad.triton_kernels.delta_replay_jit").state_at
 
 
 def _last(end: np.ndarray, count: np.ndarray) -> np.ndarray:

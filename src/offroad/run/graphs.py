@@ -192,6 +192,7 @@ class _Graph:
         known = graphs.arrays.tokens.view(-1)
         torch.take(known, places, out=self.rows.ids)
         hidden = graphs.model.forward(self.rows, graphs.ops)
+        graphs.arrays.settle(self.rows)
         logits = graphs.ops.logits(hidden)
         if graphs.hidden is None or graphs.logits is None:  # in the first run, before anything is captured
             graphs.hidden = hidden.new_empty((most, hidden.shape[1]))

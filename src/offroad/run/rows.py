@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -146,10 +147,14 @@ class ReplayView:
     `S_p = e^decay S_{p-1} + key delta^T`. `key` [slots, capacity, key_heads, key_dim], `delta` [slots, capacity, heads,
     value_dim], `decay` [slots, capacity, heads].
 
-    Who runs verify rows first folds the records of [base, start) into `state`, then stores its tokens' records; who
-    runs a chunk leaves the last state. `base` is one for all layers: `Arrays.settle` moves it once all have run, to a
-    verify row's start and to a chunk's end. So any boundary that a step has passed can be produced, at most
-    `capacity / 2` tokens behind `base`; twice that are kept so that a kernel may write while another part of it reads.
+    Who runs a verify row whose records could become more than `lag` (`folds`) first folds those of [base, start) into
+    `state`; then it stores its tokens' records. Who runs a chunk leaves the last state. `base` is one for all layers:
+    `Arrays.settle` moves it once all have run, to the start of a row that folds and to a chunk's end. So any boundary
+    that a step has passed can be produced, at most `lag` tokens behind `base`; there is room for a step's tokens more,
+    so that a kernel may write while another part of it reads.
+
+    `fold`: what makes of this view the state of a slot at a boundary, [1, heads, key_dim, value_dim] fp32, where a
+    device has a kernel for it; None: `at`.
     """
 
     state: torch.Tensor
@@ -157,16 +162,22 @@ class ReplayView:
     delta: torch.Tensor
     decay: torch.Tensor
     base: torch.Tensor
+    lag: int
+    fold: Callable[[ReplayView, int, int], torch.Tensor] | None = None
 
     @property
     def capacity(self) -> int:
         return self.key.shape[1]
 
+    def folds(self, slots: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Whether verify rows of slots int64 [n] that begin at `starts` fold their records, bool [n]."""
+        return folding(self.base[slots], starts, self.lag, self.capacity - self.lag)
+
     def at(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """The states that `lengths` tokens have left, int64 [n] each; fp32 [n, heads, key_dim, value_dim]. With G the
         running sum of decays over n records, `S = e^(G_n) S_base + sum_i e^(G_n - G_i) key_i delta_i^T`."""
         base = self.base[slots]
-        position = base[:, None] + torch.arange(self.capacity // 2, device=base.device)
+        position = base[:, None] + torch.arange(self.lag, device=base.device)
         where = slots[:, None], position % self.capacity
         live = position < lengths[:, None]
         # What is not live may be anything, NaN also: it is replaced, not multiplied by zero.
@@ -183,12 +194,19 @@ class ReplayView:
     def before(self, slot: int, boundary: int, count: int) -> torch.Tensor:
         """The state before a boundary at or behind the base; [1, heads, key_dim, value_dim]."""
         assert count == 1, "a state has no state before it"
+        if self.fold is not None:
+            return self.fold(self, slot, boundary)
         return self.at(*(torch.tensor([i], device=self.base.device) for i in (slot, boundary)))
 
     def put(self, slot: int, boundary: int, rows: torch.Tensor) -> None:
         """Makes `rows` [1, ...] the state before a boundary, which becomes the base: no record is behind it."""
         self.state[slot] = rows[0].to(self.state.dtype)
         self.base[slot] = boundary
+
+
+def folding(base: torch.Tensor, starts: torch.Tensor, lag: int, width: int) -> torch.Tensor:
+    """Whether records from `base` on and those of a row of up to `width` tokens at `starts` may be more than `lag`."""
+    return starts - base + width > lag
 
 
 View = PagedView | RingView | ReplayView

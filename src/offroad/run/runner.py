@@ -91,7 +91,8 @@ class Runner:
             ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]
             states = self.model.forward(rows, ops)
             ran = Forward(rows, ops, states, states if rows.scored is None else states[rows.scored])
-        self.arrays.settle(ran.rows)
+        if ran.answers is None:  # a graph has done it
+            self.arrays.settle(ran.rows)
         before = self.arrays.length.copy() if len(step.captures) else self.arrays.length
         result = self._finish(step, ran)
         if step.scores.any():

@@ -22,7 +22,7 @@ from offroad.ops.bound import LayerOps, Ops
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry
 from offroad.run.arrays import Arrays
-from offroad.run.rows import Rows
+from offroad.run.rows import ReplayView, Rows
 from offroad.sample.choose import Filters
 from offroad.sample.params import SamplingParams
 from offroad.sample.sampler import Plain
@@ -183,6 +183,9 @@ def gather(parts: Parts) -> Launches:
                 ops[phase].logits(hidden)
                 if parts.proposer is not None:
                     parts.proposer.rehearse(phase, rows, twins)
+        for ring, _ in twins(parts.arrays.checkpoints):
+            if isinstance(ring, ReplayView):  # what checkpoints are made from
+                ring.before(0, 0, 1)
         if parts.plain is not None:
             _draw(parts.plain, parts.vocab)
     return launches

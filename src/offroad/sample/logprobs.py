@@ -17,7 +17,7 @@ def logprobs(logits: Tensor, chosen: Tensor) -> Logprobs:
     A vocabulary smaller than MAX_LOGPROBS leaves the last places at id 0 and -inf.
     """
     logits = logits.float()
-    scale = torch.logsumexp(logits, -1, keepdim=True)
+    scale = _log_sum_exp(logits)
     count = min(MAX_LOGPROBS, logits.shape[-1])
     best = _best_compact(logits, count) if logits.device.type == "cpu" else _best_dense(logits, count)
     ids = torch.zeros(logits.shape[0], MAX_LOGPROBS, dtype=torch.int64, device=logits.device)
@@ -33,6 +33,19 @@ def prompt_logprobs(logits: Tensor, chosen: Tensor) -> PromptLogprobs:
     found, logits = logprobs(logits, chosen), logits.float()
     ranks = 1 + (logits > logits.gather(-1, chosen[:, None])).sum(-1)
     return PromptLogprobs(found.chosen, ranks.cpu().numpy(), found.top_ids, found.top)
+
+
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """log(sum(exp(logits))) of each row, `[rows, 1]`, summed by halves: torch's reductions share a row among threads as
+    the number of rows tells them, and a row's last bits with it."""
+    top = logits.amax(-1, keepdim=True)
+    top = torch.where(top.isfinite(), top, 0.0)
+    parts = (logits - top).exp()
+    while (count := parts.shape[-1]) > 1:
+        half = count // 2
+        folded = parts[:, :half] + parts[:, half : 2 * half]
+        parts = torch.cat((folded, parts[:, -1:]), -1) if count % 2 else folded
+    return parts.log() + top
 
 
 def _best_dense(logits: Tensor, count: int) -> Tensor:

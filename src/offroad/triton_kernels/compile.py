@@ -22,11 +22,13 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 MODULES: tuple[str, ...] = (
     "attention_variants",
     "linear_jit",
+    "linear_fp8_jit",
     "norms_jit",
     "elementwise_jit",
     "rope_jit",
     "route_jit",
     "delta_jit",
+    "delta_replay_jit",
     "delta_chunk_jit",
     "sample_jit",
 )

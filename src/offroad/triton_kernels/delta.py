@@ -71,7 +71,7 @@ def register(registry: Registry) -> None:
         _bind,
         _limits,
         shared=lambda device, problem: tiles(device, problem.dtype).shared,
-        features=frozenset({"silu", "sigmoid"}),
+        features=frozenset({"silu", "sigmoid", "replay"}),
         temporary=_chunks,
     )
     registry.add(kernel)

@@ -2,8 +2,8 @@
 
 A program holds the whole state [key_dim, value_dim] of its head in registers: sums over key_dim are in a thread, the
 gated norm needs no other program, and a state is read once and written once a token, which is all the traffic there is.
-The convolution of a key head is computed again by each of its value heads, so no program may store columns that another
-still reads: `store_columns_kernel` does so afterwards.
+The convolution of a key head is computed again by each of its value heads; the ring has room for a step's columns
+beside those that other programs still read. States that are replayed from records have a kernel of their own.
 """
 
 from __future__ import annotations
@@ -16,32 +16,15 @@ import triton.language as tl
 
 from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import DeltaWeights
-from offroad.run.rows import RingView, Rows
-from offroad.triton_kernels import delta_chunk_jit
+from offroad.run.rows import ReplayView, RingView, Rows
+from offroad.triton_kernels import delta_chunk_jit, delta_replay_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import Tiles
+from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output
 from offroad.triton_kernels.dependent import launching, take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
 
 COLUMNS = 1024  # columns of a program that stores them
-
-
-@triton.jit
-def _column(
-    raw, ring, taps, at, live, t, offset, start, stride, ring_stride, capacity, BACK: tl.constexpr
-):  # fmt: skip
-    """silu(convolution) of token t of a row at columns `at`, rounded to raw's type, in fp32. `ring` is the slot's."""
-    kind = raw.dtype.element_ty
-    total = tl.zeros(at.shape, tl.float32)
-    for tap in tl.static_range(BACK + 1):
-        behind = t - (BACK - tap)
-        position = start + behind
-        new = tl.load(raw + (offset + behind) * stride + at, mask=live & (behind >= 0), other=0.0)
-        kept = live & (behind < 0) & (position >= 0)
-        old = tl.load(ring + (position % capacity) * ring_stride + at, mask=kept, other=0.0).to(kind)
-        weight = tl.load(taps + at * (BACK + 1) + tap, mask=live, other=0.0)
-        total += (new.to(tl.float32) + old.to(tl.float32)) * weight
-    return (total * tl.sigmoid(total)).to(kind).to(tl.float32)
 
 
 @triton.jit(do_not_specialize_on_alignment=LISTS)
@@ -60,53 +43,38 @@ def step_kernel(
     offset = tl.load(offsets + row).to(tl.int64)
     width = tl.load(widths + row)
     key, value = tl.arange(0, K), tl.arange(0, V)
-    live_key, live_value = key < DK, value < DV
-    width_of_keys: tl.constexpr = HEADS // GROUP * DK
-    q_at = head // GROUP * DK + key
-    v_at = 2 * width_of_keys + head * DV + value
     ring += slot * ring_slot
     inner = key[:, None] * DV + value[None]
-    live = live_key[:, None] & live_value[None]
+    live = (key < DK)[:, None] & (value < DV)[None]
     states += slot * state_slot + head * (DK * DV)
     before = (start + state_capacity - 1) % state_capacity * state_stride
     state = tl.load(states + before + inner, mask=live & (start > 0), other=0.0).to(tl.float32)
-    rate = -tl.exp(tl.load(a_log + head))
-    bias = tl.load(dt_bias + head)
-    weight = tl.load(norm + value, mask=live_value, other=0.0)
     for t in range(width):
-        q = _column(qkvz, ring, taps, q_at, live_key, t, offset, start, stride, ring_stride, capacity, BACK)
-        k = _column(
-            qkvz, ring, taps, width_of_keys + q_at, live_key, t, offset, start, stride, ring_stride, capacity, BACK
-        )
-        v = _column(qkvz, ring, taps, v_at, live_value, t, offset, start, stride, ring_stride, capacity, BACK)
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-        token = offset + t
-        beta = tl.sigmoid(tl.load(ba + token * ba_stride + head).to(tl.float32))
-        x = tl.load(ba + token * ba_stride + HEADS + head).to(tl.float32) + bias
-        softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-        state *= tl.exp(rate * softplus)
+        q, k, v, beta, decay = token_inputs(
+            qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
+            HEADS, GROUP, DK, DV, BACK, K, V,
+        )  # fmt: skip
+        state *= tl.exp(decay)
         delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
         state += k[:, None] * delta[None]
         place = (start + t) % state_capacity * state_stride
         tl.store(states + place + inner, state.to(states.dtype.element_ty), mask=live)
-        y = tl.sum(state * q[:, None], axis=0).to(out.dtype.element_ty).to(tl.float32)
-        y *= tl.rsqrt(tl.sum(y * y, axis=0) / DV + eps)
-        y = y.to(out.dtype.element_ty).to(tl.float32) * weight
-        z_at = 2 * width_of_keys + (HEADS + head) * DV + value
-        z = tl.load(qkvz + token * stride + z_at, mask=live_value, other=0.0).to(tl.float32)
-        y *= tl.sigmoid(z) * (z if SILU else 1.0)
-        tl.store(out + token * (HEADS * DV) + head * DV + value, y.to(out.dtype.element_ty), mask=live_value)
+        y = tl.sum(state * q[:, None], axis=0)
+        store_token_columns(
+            qkvz, ring, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V
+        )
+        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
 
 
-@triton.jit(do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
 def store_columns_kernel(
-    qkvz, ring, slots, starts, widths, offsets, stride, ring_slot, ring_stride, channels,
+    qkvz, ring, slots, starts, widths, offsets, first, stride, ring_slot, ring_stride, channels,
     CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, c): the newest raw columns of row r, as many as the ring has room for, in a block of channels."""
+    """Program (r, c): the newest raw columns of row first + r, as many as the ring has room for, in a block of
+    channels."""
     take_turn(PDL)
-    row = tl.program_id(0)
+    row = first + tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row).to(tl.int64)
@@ -124,7 +92,7 @@ def gated_delta(
     qkvz: torch.Tensor,
     ba: torch.Tensor,
     conv: RingView,
-    state: RingView,
+    state: RingView | ReplayView,
     rows: Rows,
     spec: GatedDeltaSpec,
     weights: DeltaWeights,
@@ -134,10 +102,15 @@ def gated_delta(
     """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone."""
     qkvz, ba = (t if t.stride(1) == 1 else t.contiguous() for t in (qkvz, ba))
     out = torch.empty((qkvz.shape[0], spec.value_width), dtype=qkvz.dtype, device=qkvz.device)
-    count = len(rows.slot)
+    assert conv.capacity >= spec.kernel - 1 + (rows.width[: rows.verify].max() if rows.verify else 0), "columns apart"
+    first, count = rows.verify, len(rows.slot)
     places = (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t)
-    ring, kept = conv.data, state.data
-    if rows.verify:
+    ring = conv.data
+    if isinstance(state, ReplayView):
+        if first:
+            delta_replay_jit.verify(qkvz, ba, conv, state, rows, spec, weights, eps, out)
+    elif first:
+        kept = state.data
         step_kernel[(rows.verify, spec.value_heads)](
             qkvz, ba, ring, kept, *places, weights.conv, weights.a_log, weights.dt_bias, weights.norm, out,
             qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), conv.capacity,
@@ -146,12 +119,13 @@ def gated_delta(
             spec.gate == "silu", triton.next_power_of_2(spec.key_dim), triton.next_power_of_2(spec.value_dim),
             num_warps=4, **launching(qkvz.shape[0]),
         )  # fmt: skip
-    if rows.verify < count:
+    if first < count:
+        if isinstance(state, ReplayView):
+            state = delta_replay_jit.fold_chunks(state, rows)
         delta_chunk_jit.gated_delta(qkvz, ba, conv, state, rows, spec, weights, eps, out, tiles)
-    if count and conv.capacity:
-        store_columns_kernel[(count, triton.cdiv(spec.channels, COLUMNS))](
-            qkvz, ring, *places, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity, COLUMNS,
-            **launching(qkvz.shape[0]),
+        store_columns_kernel[(count - first, triton.cdiv(spec.channels, COLUMNS))](
+            qkvz, ring, *places, first, qkvz.stride(0), ring.stride(0), ring.stride(1), spec.channels, conv.capacity,
+            COLUMNS, **launching(qkvz.shape[0]),
         )  # fmt: skip
     return out
 
@@ -169,5 +143,5 @@ def variants() -> Iterator[Variant]:
         hot = 90 in archs
         yield Variant("gated_delta step", step_kernel, kinds, constants, aligned=aligned, archs=archs, hot=hot)
     names = ("qkvz", "ring", "slots", "starts", "widths", "offsets", "stride", "ring_slot", "ring_stride")
-    columns = {name: kinds[name] for name in names} | {"channels": "i32"}
-    yield Variant("gated_delta columns", store_columns_kernel, columns, {"CAPACITY": 3, "BLOCK": COLUMNS}, archs=(90,))
+    columns = {name: kinds[name] for name in names} | {"channels": "i32", "first": "i32"}
+    yield Variant("gated_delta columns", store_columns_kernel, columns, {"CAPACITY": 4, "BLOCK": COLUMNS}, archs=(90,))

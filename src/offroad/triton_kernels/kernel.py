@@ -24,7 +24,8 @@ class TritonKernel:
     gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
     what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it, `invariant`: it
     can keep rows apart (see ops/spec.py), and `bind` minds whether the problem asks for it; `workspace`,
-    `temporary`: bytes, as in a verdict.
+    `temporary`: bytes, as in a verdict; `asked`: it is for those who name it with --kernel, and why; `computes`: what
+    it computes, where that is not what its op's reference does.
     """
 
     name: str
@@ -42,6 +43,8 @@ class TritonKernel:
     invariant: bool = True
     workspace: Callable[[DeviceProfile, Problem], int] = lambda device, problem: 0
     temporary: Callable[[DeviceProfile, Problem], int] = lambda device, problem: 0
+    asked: str = ""
+    computes: Bound | None = None
 
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         if device.kind != "cuda":

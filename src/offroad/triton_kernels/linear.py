@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from offroad.device.profile import DeviceProfile
+from offroad.ops.linear import linear, linear_a8
 from offroad.ops.spec import Bound, Problem, Registry
-from offroad.quant.packed import PER_BYTE, Packed, group_of
+from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
@@ -20,9 +22,12 @@ CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)
 SHARED_OF = {W4: 69632, W8: 82432, "dense": 98304}
 REASON = {
     W4: "4-bit weights widened in registers, products in the activations' type",
-    W8: "8-bit weights widened in registers, products in the activations' type; native FP8 products are not there yet",
+    W8: "8-bit weights widened in registers, products in the activations' type",
     "dense": "Triton kernel, each expert's weights once for all of its tokens",
 }
+W8A8 = "triton.linear_w8a8"
+ASKED = f"rounds activations to e4m3, which the other kernels do not: --kernel linear@fp8={W8A8} asks for it"
+OLDEST_TORCH, OLDEST_CUDA = (2, 10), (12, 9)
 SMALLEST_GROUP = 16
 DENSE_OUTPUTS = 65_536  # of a dense weight that few tokens read by the kernel
 DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
@@ -51,6 +56,56 @@ def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
     if not problem.invariant:
         return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
     return _limits("dense")(device, problem)
+
+
+def _w8a8_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    n, k, part = problem.size("n"), problem.size("k"), dict(problem.sizes).get("part", 0)
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return f"cuBLASLt has these products on compute capability 9.0 only; device: {device.name}"
+    for tool, oldest in (("torch", OLDEST_TORCH), ("cuda", OLDEST_CUDA)):
+        there = device.tool(tool)
+        if device.source == "probe" and (there is None or _version(there) < oldest):
+            return f"needs {tool} {oldest[0]}.{oldest[1]} or later, not {there}"
+    if set(problem.stored) != {FP8_BLOCKS}:
+        return f"reads {FP8_BLOCKS}; stored: {', '.join(sorted(set(problem.stored))) or 'nothing'}"
+    if n % 128 or k % 128 or part:
+        of = f", in parts of multiples of {part}" if part else ""
+        return f"needs whole blocks of 128 by 128, not {n:,} by {k:,}{of}"
+    if n > DENSE_OUTPUTS:
+        return f"is for up to {DENSE_OUTPUTS:,} outputs; asked: {n:,}"
+    return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def fp8_parts(rows: int, n: int, k: int) -> tuple[int, int, int, int]:
+    """Bytes of what a product of e4m3 operands reads: codes and scales of `rows` tokens, codes and scales of a weight.
+
+    Tokens are padded to a multiple of 16 (cuBLASLt asks for 4), scales of a block's k to a multiple of 4."""
+    padded, units = rows + -rows % 16, k // BLOCK_K
+    scales, blocks = 4 * padded * units, 4 * (n // 128) * (units + -units % 4)
+    return padded * k, scales + -scales % 256, n * k, blocks + -blocks % 256
+
+
+def _w8a8_workspace(device: DeviceProfile, problem: Problem) -> int:
+    """What widening weights takes, or both operands, where a step has as many tokens that they are made."""
+    tokens, widened = problem.load.tokens, workspace(device, problem)
+    if tokens < DENSE_FROM or problem.phase != "prefill":
+        return widened
+    return max(split_bytes(device.units), sum(fp8_parts(tokens, problem.size("n"), problem.size("k"))))
+
+
+def _w8a8(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+    """What it computes, by the rows of a step with prompts; checks try less of steps that decode."""
+    return (linear if x.shape[0] < DENSE_FROM else linear_a8)(x, weight)
+
+
+def _bind_w8a8(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_fp8 import bind
+
+    return bind(device, problem)
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
@@ -147,6 +202,24 @@ def register(registry: Registry) -> None:
             )
         )
         registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+    registry.add(
+        TritonKernel(
+            W8A8,
+            "linear",
+            _bind_w8a8,
+            _w8a8_limits,
+            _shared(W8),
+            features=frozenset({"bias"}),
+            dtypes=frozenset({"bfloat16", "float16"}),
+            layout=W8,
+            reason=f"prompts, from {DENSE_FROM} tokens of a step on: activations rounded to e4m3, products by "
+            "cuBLASLt's FP8 units; else weights widened in registers",
+            invariant=False,
+            workspace=_w8a8_workspace,
+            asked=ASKED,
+            computes=_w8a8,
+        )
+    )
     registry.add(
         TritonKernel(
             "triton.linear_dense",

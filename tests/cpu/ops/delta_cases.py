@@ -111,6 +111,7 @@ class Device:
     dtype: torch.dtype = torch.float32
     stored: torch.dtype = torch.float32
     store: str | None = None
+    lag: int = 0  # of replayed states; 0: as many as a step has tokens
     conv: RingView = field(init=False)
     state: RingView | ReplayView = field(init=False)
 
@@ -123,9 +124,10 @@ class Device:
             self.state = RingView(torch.full((self.slots, 1 + self.k, *state), float("nan"), dtype=self.stored))
             return
         shapes = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
-        records = [torch.full((self.slots, 2 * (self.k + 1), *shape), float("nan")) for shape in shapes]
+        lag = self.lag or self.k + 1
+        records = [torch.full((self.slots, lag + self.k + 1, *shape), float("nan")) for shape in shapes]
         data = torch.full((self.slots, *state), float("nan"), dtype=self.stored)
-        self.state = ReplayView(data, *records, torch.zeros(self.slots, dtype=torch.int64))
+        self.state = ReplayView(data, *records, torch.zeros(self.slots, dtype=torch.int64), lag)
 
     def step(self, chunks: Sequence[Part] = (), verify: Sequence[Part] = ()) -> list[torch.Tensor]:
         """The output of each row, verify rows first."""
@@ -137,8 +139,12 @@ class Device:
                 self.state.base[part.slot] = 0
         out = gated_delta(qkvz, ba, self.conv, self.state, rows, self.spec, self.weights, EPS)
         if isinstance(self.state, ReplayView):
+            fold = self.state.folds(rows.slot_t.long(), rows.start_t.long()).tolist()
             for i, part in enumerate(parts):
-                self.state.base[part.slot] = part.start + (len(part.qkvz) if i >= len(verify) else 0)
+                if i >= len(verify):
+                    self.state.base[part.slot] = part.start + len(part.qkvz)
+                elif fold[i]:
+                    self.state.base[part.slot] = part.start
         return list(out.split([len(p.qkvz) for p in parts]))
 
     def state_at(self, slot: int, length: int) -> torch.Tensor:

@@ -52,16 +52,17 @@ def test_golden_plan(device: str, model: str):
 @pytest.mark.parametrize(
     ("model", "kv", "window", "state"),
     [
-        ("qwen3_5-27b-w4a16", 65_536, 0, 153_944_064),
-        ("qwen3_5-35b-a3b-fp8", 20_480, 0, 64_389_120),
+        ("qwen3_5-27b-w4a16", 65_536, 0, 48 * (48 * 128 * 128 * 4 + 4 * 10_240 * 2 + 9 * (64 * 128 + 48) * 4)),
+        ("qwen3_5-35b-a3b-fp8", 20_480, 0, 30 * (32 * 128 * 128 * 4 + 4 * 8_192 * 2 + 9 * (48 * 128 + 32) * 4)),
         ("gemma4-31b-w4a16", 80 * 1024, 800 * MIB, 0),
         ("gemma4-26b-a4b-nvfp4", 20 * 1024, 200 * MIB, 0),
         ("gemma4-e4b-bf16", 16 * 1024, 20 * MIB, 0),
     ],
 )
 def test_bytes_that_a_sequence_takes(model: str, kv: int, window: int, state: int):
-    """By hand, in bf16. 27B: 16 full layers x 2 x 4 heads x 256, 48 states of 48 x 128 x 128 fp32 and 3 columns of
-    10,240. 31B: 10 full layers x 2 x 4 x 512, 50 windows of 1,024 x 2 x 16 x 256."""
+    """By hand, in bf16. 27B: 16 full layers x 2 x 4 heads x 256, 48 states of 48 x 128 x 128 fp32, 4 columns of 10,240
+    and 9 records of (16 + 48) x 128 + 48 in fp32; 35B: 30 of 32 heads. 31B: 10 full layers x 2 x 4 x 512, 50 windows of
+    1,024 x 2 x 16 x 256."""
     wanted = Settings.of(model=model, device="rtxpro6000", allow_reference=True, max_model_len=4096, max_num_seqs=2)
     made = make_plan(wanted, open_path(FILES[model]))
     assert (made.kv_bytes_per_token, made.window_bytes, made.state_bytes) == (kv, window, state)

@@ -30,7 +30,8 @@ MODELS = CONFIGS | {
 
 @dataclass(frozen=True)
 class Figures:
-    """What there is of layers and heads, and the bytes that follow, in bf16."""
+    """What there is of layers and heads, and the bytes that follow, in bf16: `state` of a checkpoint, with 3 columns;
+    a slot has one more."""
 
     delta_layers: int
     full_layers: int
@@ -39,6 +40,15 @@ class Figures:
     kv: int
     state: int
     state_size: int = 4
+
+    @property
+    def column(self) -> int:
+        """Bytes of a column of q and k of 16 heads and of v, in all layers."""
+        return self.delta_layers * (2 * 16 + self.value_heads) * 128 * 2
+
+    @property
+    def slot(self) -> int:
+        return self.state + self.column
 
 
 FIGURES = {
@@ -71,28 +81,27 @@ def test_bytes_of_a_token_and_of_a_state(name: str):
     assert kv_bytes_per_token(spec, BF16) == of.kv == of.full_layers * 2 * of.kv_heads * 256 * 2
 
     def state(rows_of_s: int, columns: int) -> int:
-        matrix, column = of.value_heads * 128 * 128 * of.state_size, (2 * 16 + of.value_heads) * 128 * 2
-        return of.delta_layers * (rows_of_s * matrix + columns * column)
+        return of.delta_layers * rows_of_s * of.value_heads * 128 * 128 * of.state_size + columns * of.column
 
-    assert state_bytes(spec, BF16, 0) == checkpoint_bytes(spec, BF16) == of.state == state(1, 3)
-    assert state_bytes(spec, BF16, 3) == state(4, 6)  # with room for three drafts
+    assert checkpoint_bytes(spec, BF16) == of.state == state(1, 3)
+    assert state_bytes(spec, BF16, 0) == of.slot == state(1, 4)  # a column is written before the oldest is read
+    assert state_bytes(spec, BF16, 3) == state(4, 7)  # with room for three drafts
 
 
 @pytest.mark.parametrize("name", ["qwen3_5-0.8b", "qwen3_5-27b", "qwen3_5-35b-a3b"])
 def test_a_plan_says_what_its_cache_takes(name: str):
     made, of = make(name, max_num_seqs=4), FIGURES[name]
-    assert (made.kv_bytes_per_token, made.state_bytes) == (of.kv, of.state)
+    assert (made.kv_bytes_per_token, made.state_bytes) == (of.kv, of.slot)
     lines = made.explain().splitlines()
     [cache] = [line for line in lines if line.startswith("kv cache")]
     assert cache.split(maxsplit=2)[2] == (
-        f"{of.kv:,} B a token growing, 0 B of windows and {of.state:,} B of state a sequence"
+        f"{of.kv:,} B a token growing, 0 B of windows and {of.slot:,} B of state a sequence"
     )
     [memory] = [line for line in lines if line.startswith("memory")]
-    kib = f"{of.state / 1024:.0f} KiB"
-    assert f"slots 5 x {kib}" in memory
-    assert f"checkpoints {made.memory.checkpoints} x {kib}" in memory
+    assert f"slots 5 x {of.slot / 1024:.0f} KiB" in memory
+    assert f"checkpoints {made.memory.checkpoints} x {of.state / 1024:.0f} KiB" in memory
     assert f"history {of.kv * 64 // 1024} KiB x {made.memory.history_blocks} blocks" in memory
-    assert made.to_json()["state_bytes"] == of.state
+    assert made.to_json()["state_bytes"] == of.slot
     assert "note            text only: the vision tower is not loaded" in lines
 
 
@@ -100,7 +109,7 @@ def test_memory_is_divided_among_slots_checkpoints_and_history():
     made = make("qwen3_5-27b", max_num_seqs=4)
     memory = made.memory
     assert 0 < memory.checkpoints <= 16
-    assert memory.states == (5 + memory.checkpoints) * 153_944_064
+    assert memory.states == 5 * FIGURES["qwen3_5-27b"].slot + memory.checkpoints * 153_944_064
     assert memory.kv == memory.history_blocks * 64 * 65_536
     assert memory.kv + memory.checkpoints * memory.checkpoint_bytes <= 8 * GIB
     assert memory.used <= memory.budget
@@ -155,7 +164,7 @@ def test_states_are_kept_once_where_rows_for_drafts_would_take_too_much(sequence
     settings = dict(max_num_seqs=sequences, speculative_config=drafts, memory_utilization=0.9)
     chosen = Settings.of(model="m", dtype="bfloat16", kv_cache_memory_bytes=GIB, max_model_len=512, **settings)
     made = plan("m", spec, headers_of(spec), device, chosen, default_registry(), "bfloat16")
-    matrix, columns, record = 48 * 128 * 128 * 4, 6 * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
+    matrix, columns, record = 48 * 128 * 128 * 4, 7 * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
     each = (4 * matrix if store == "rows" else matrix + 8 * record) + columns
     assert (made.store, made.memory.slot_bytes) == (store, 48 * each)
     assert made.memory.checkpoint_bytes == FIGURES["qwen3_5-27b"].state
@@ -169,6 +178,30 @@ def test_rows_are_kept_where_no_kernel_replays(reference: bool):
     spec, drafts = spec_of("qwen3_5-4b"), '{"method": "ngram"}'
     sizes = dict(max_num_seqs=32, max_model_len=512)
     settings = Settings.of(model="m", speculative_config=drafts, allow_reference=reference, **sizes)
-    made = plan("m", spec, headers_of(spec), load_profile("rtx5090"), settings, default_registry(), "bfloat16")
-    assert (made.store, made.cells[Cell(0, "gated_delta", "decode")].kernel) == ("rows", "triton.gated_delta")
-    assert "recurrent states: rows, since no kernel of" in made.explain()
+    made = plan("m", spec, headers_of(spec), load_profile("v100-32gb"), settings, default_registry(), "bfloat16")
+    assert (made.store, made.lag, made.cells[Cell(0, "gated_delta", "decode")].kernel) == (
+        "rows",
+        0,
+        "cuda.sm70_gated_delta",
+    )
+    assert "recurrent states: a row a token, since no kernel of" in made.explain()
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 12])
+def test_a_gpu_writes_states_at_every_few_tokens(drafts: int):
+    """One state and records: of 8 tokens behind it, or of a step's if these are more, and of the step that runs."""
+    spec = spec_of("qwen3_5-27b")
+    speculation = f'{{"method": "ngram", "num_speculative_tokens": {drafts}}}' if drafts else ""
+    settings = dict(max_num_seqs=4, max_model_len=512, speculative_config=speculation, allow_reference=True)
+
+    def made(**more) -> Plan:
+        chosen = Settings.of(model="m", **settings, **more)
+        return plan("m", spec, headers_of(spec), load_profile("h100-80gb"), chosen, default_registry(), "bfloat16")
+
+    matrix, columns, record = 48 * 128 * 128 * 4, (4 + drafts) * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
+    lag = max(8, drafts + 1)
+    found = made()
+    assert (found.store, found.lag) == ("replay", lag)
+    assert found.memory.slot_bytes == 48 * (matrix + columns + (lag + drafts + 1) * record)
+    assert "recurrent states: read at every token, written at every 8th" in found.explain()
+    assert made(batch_invariant=True).store == "rows"

@@ -15,10 +15,10 @@ CASES = [(width, valid) for width in range(1, K + 2) for valid in range(1, width
 class Pair:
     """Sequences that run alike on a device with rows and on one that replays, a case of CASES each."""
 
-    def __init__(self, k: int = K, spec=SPEC) -> None:
+    def __init__(self, k: int = K, spec=SPEC, lag: int = 0) -> None:
         weights = weights_of(spec)
         self.slots = list(range(len(CASES)))
-        self.devices = [Device(spec, weights, len(CASES) + 2, k, store=store) for store in ("rows", "replay")]
+        self.devices = [Device(spec, weights, len(CASES) + 2, k, store=store, lag=lag) for store in ("rows", "replay")]
         self.tapes = [Tape(spec, weights, 60, seed=30 + slot) for slot in self.slots]
         self.length = dict.fromkeys(self.slots, 0)
         self.spec, self.round_number = spec, 0
@@ -57,10 +57,11 @@ class Pair:
                 torch.testing.assert_close(replay, truth, atol=5e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("lag", [0, 8])
 @pytest.mark.parametrize("shift", range(len(CASES)))
-def test_every_case_after_every_other(shift: int):
+def test_every_case_after_every_other(shift: int, lag: int):
     """Two drafted rounds, one without drafts, and two again; a sequence each case, and one without a prompt."""
-    pair = Pair()
+    pair = Pair(lag=lag)
     pair.prompts({slot: 1 + slot for slot in pair.slots[1:]})
     for number in (0, shift, None, 2 * shift + 1, 3 * shift):
         order = sorted(pair.slots, key=lambda slot: slot * 7 % 10)  # rows are in another order than slots

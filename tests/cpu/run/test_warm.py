@@ -16,7 +16,7 @@ from offroad.run.warm import Twins, counts
 
 pytest.importorskip("triton")
 STEPS = 12
-MODELS = ["qwen3 invariant", "qwen3 drafts", "qwen3.5", "moe", "gemma e"]
+MODELS = ["qwen3 invariant", "qwen3 drafts", "qwen3 w8a8", "qwen3.5", "moe", "gemma e"]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,11 @@ def test_steps_of_any_rows_launch_what_was_collected(answers: dict[str, dict], n
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_share_what_was_planned(answers: dict[str, dict], name: str):
     """Steps of as many tokens as a plan allows dequantise weights, which takes all of it; rows that are kept apart are
-    cut into as many as have room, which small weights do not fill."""
+    cut into as many as have room, and operands of products in e4m3 are as large as weights: small ones do not fill it.
+    """
     asked, planned = answers[name]["shared"]
     assert 0 < asked <= planned
-    assert asked == planned or "invariant" in name
+    assert asked == planned or "invariant" in name or "w8a8" in name
 
 
 def test_a_kernel_is_compiled_once_and_then_found_on_disk(answers: dict[str, dict]):

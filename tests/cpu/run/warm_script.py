@@ -41,6 +41,7 @@ NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
 CASES: dict[str, tuple[str, dict, str, dict]] = {
     "qwen3 invariant": (*QWEN3, "w4a16-g128", dict(batch_invariant=True)),
     "qwen3 drafts": (*QWEN3, "fp8-block", dict(speculative_config=NGRAM)),
+    "qwen3 w8a8": (*QWEN3, "fp8-block", dict(kernel=("linear@fp8=triton.linear_w8a8",))),
     "qwen3.5": ("qwen3.5-27b", HYBRID, "w4a16-g128", {}),
     "moe": (
         "qwen3.5-35b-a3b",

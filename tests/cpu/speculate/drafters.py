@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from offroad import LLM, SamplingParams
 from offroad.run.arrays import Arrays
-from offroad.run.rows import PagedView, RingView
+from offroad.run.rows import PagedView, ReplayView, RingView, View
 
 
 def like(folder: Path, to: Path, noise: float, scale: float = 1.0) -> Path:
@@ -74,11 +74,17 @@ def answers(llm: LLM, params: SamplingParams, listed: list[list[int]] | None = N
     return [result.outputs[0].token_ids for result in found]
 
 
+def _planes(view: View) -> tuple[torch.Tensor, ...]:
+    if isinstance(view, ReplayView):
+        return view.state, view.key, view.delta, view.decay
+    return (view.data,) if isinstance(view, RingView) else (view.k, view.v)
+
+
 def spoil(llm: LLM) -> None:
     """What no sequence has written must never be read: pages, rings and checkpoints hold NaN before anything runs."""
     arrays = llm.engine.runner.arrays
     for view in (view for views in arrays.views for view in views.values()):
-        for plane in (view.data,) if isinstance(view, RingView) else (view.k, view.v):
+        for plane in _planes(view):
             plane.fill_(torch.nan)
     for _, kept in arrays.checkpoints:
         kept.fill_(torch.nan)

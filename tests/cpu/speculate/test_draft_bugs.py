@@ -123,14 +123,14 @@ class AsManyVersionsAsDrafts(Patches):
         return original(ring, max(1, k) - 1)
 
 
-class ConvolutionOneColumnShort(Patches):
+class ConvolutionTwoColumnsShort(Patches):
     shows = "conv"
 
     def __init__(self) -> None:
         super().__init__((Ring, "capacity"))
 
     def capacity(self, original, ring, k):
-        return original(ring, k) - (ring.back == 3)
+        return original(ring, k) - 2 * (ring.back == 3)
 
 
 class BaseStaysWithoutDrafts(Patches):
@@ -318,7 +318,7 @@ BOTH = (
     CountsOfOtherRows,
     NoRollback,
     AsManyVersionsAsDrafts,
-    ConvolutionOneColumnShort,
+    ConvolutionTwoColumnsShort,
     CopiesACheckpointAfterTheNextStep,
     CopiesTheEndOfTheStep,
 )

@@ -15,6 +15,7 @@ import offroad.engine as engine_module
 import offroad.speculate.attach as attach_module
 from offroad import SamplingParams
 from offroad.errors import ModelError, PlanError
+from offroad.ops import budget
 from offroad.speculate.draft_model import DraftModelProposer
 from offroad.weights.safetensors_source import SafetensorsSource
 from offroad.weights.source import Stored
@@ -80,6 +81,9 @@ def test_a_drafter_of_another_family(family, other, tiny, plain):
     assert answers(llm, COLD) == plain(family, COLD)
 
 
+BACK = {"conv": 3, "state": 1}  # rows that a token reads
+
+
 class Clean:
     """What the drafter alone holds after a sequence, run at once."""
 
@@ -87,16 +91,10 @@ class Clean:
         self.llm = engine(folder, max_num_seqs=1, max_num_batched_tokens=256, enable_prefix_caching=False)
         self.runner = self.llm.engine.runner
         self.layers = range(len(self.runner.arrays.views))
-        self.back = {
-            name: view.capacity
-            for views in self.runner.arrays.views
-            for name, view in views.items()
-            if hasattr(view, "capacity")
-        }
 
     def rows(self, known: list[int]) -> dict[str, torch.Tensor]:
         self.llm.generate({"prompt_token_ids": known}, SamplingParams(temperature=0.0, max_tokens=1))
-        return stored(self.runner.arrays, self.layers, 1, len(known), self.back)
+        return stored(self.runner.arrays, self.layers, 1, len(known), BACK)
 
 
 def watched(monkeypatch, llm) -> list[tuple[list[int], list[int], dict[str, torch.Tensor]]]:
@@ -113,7 +111,7 @@ def watched(monkeypatch, llm) -> list[tuple[list[int], list[int], dict[str, torc
             drafts = arrays.tokens[slot, length + 1 : length + 1 + int(arrays.drafted[slot])].tolist()
             own = len(runner.ops["decode"].layers)
             layers = range(own, len(arrays.views))
-            seen.append((known, drafts, stored(arrays, layers, slot, length, {"conv": 3, "state": 1})))
+            seen.append((known, drafts, stored(arrays, layers, slot, length, BACK)))
 
     monkeypatch.setattr(DraftModelProposer, "propose", call)
     return seen
@@ -243,3 +241,14 @@ def test_a_drafter_that_does_not_fit_is_refused(tiny, tmp_path):
     with pytest.raises(PlanError, match=r"token 261 is 'er'.*'in' \(4 entries differ\)"):
         engine(folder, "draft_model", other)
     assert vocab["er"] == 261
+
+
+@pytest.mark.parametrize("store", ["rows", "replay"])
+def test_a_recurrent_drafter_of_a_model_whose_states_are_replayed(store, tiny, alike, plain, monkeypatch):
+    monkeypatch.setattr(budget, "ROWS_SHARE", 0 if store == "replay" else 1)
+    llm = engine(tiny("qwen3_5")[0], "draft_model", alike("qwen3_5"), 3)
+    spoil(llm)
+    assert llm.engine.plan.store == store
+    assert answers(llm, GREEDY) == plain("qwen3_5", GREEDY)
+    stats = llm.engine.stats()
+    assert 0.1 * stats.draft_tokens < stats.accepted_draft_tokens < stats.draft_tokens

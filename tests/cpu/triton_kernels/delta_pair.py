@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import TOLERANCE, DeltaWeights, gated_delta
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
-from offroad.run.rows import RingView, Rows
+from offroad.run.rows import ReplayView, RingView, Rows
 
 EPS = 1e-6
 H100 = load_profile("h100-80gb")
@@ -43,6 +44,7 @@ class Pair:
         device: str = "cpu",
         slots: int = 5,
         seed: int = 0,
+        lag: int = 0,
     ) -> None:
         self.spec, self.name, self.dtype, self.device, self.k = spec, dtype, DTYPES[dtype], device, k
         self.random = torch.Generator(device).manual_seed(seed)
@@ -52,16 +54,24 @@ class Pair:
             self.normal(spec.value_heads) - 2,
             self.normal(spec.value_dim) * 0.3 + 1,
         )
-        conv = (slots, spec.kernel - 1 + k, spec.channels)
-        state = (slots, 1 + k, spec.value_heads, spec.key_dim, spec.value_dim)
-        self.reference, self.rings = (
-            [self._ring(conv, self.dtype), self._ring(state, torch.float32)] for _ in range(2)
-        )
+        self.slots, self.lag = slots, lag
+        self.reference, self.rings = self._rings(), self._rings()
         registry = default_registry()
         self.kernel = registry.kernels["triton.gated_delta"].prepare(H100, Problem("gated_delta", "decode", dtype))
 
-    def _ring(self, shape: tuple[int, ...], dtype: torch.dtype) -> RingView:
-        return RingView(torch.full(shape, float("nan"), dtype=dtype, device=self.device))
+    def _rings(self) -> tuple[RingView, RingView | ReplayView]:
+        spec, k = self.spec, self.k
+
+        def dirty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full((self.slots, *shape), float("nan"), dtype=dtype, device=self.device)
+
+        conv, each = RingView(dirty(spec.kernel + k, spec.channels, dtype=self.dtype)), self.lag + k + 1
+        state = (spec.value_heads, spec.key_dim, spec.value_dim)
+        if not self.lag:
+            return conv, RingView(dirty(1 + k, *state))
+        shapes = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
+        base = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
+        return conv, ReplayView(dirty(*state), *(dirty(each, *shape) for shape in shapes), base, self.lag)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random, device=self.device)
@@ -85,9 +95,26 @@ class Pair:
         found = self.kernel(qkvz, ba, *self.rings, *common)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         self._close(found, expected)
-        self._close(self.rings[1].data, self.reference[1].data)
+        for mine, theirs in zip(tensors_of(self.rings[1]), tensors_of(self.reference[1]), strict=True):
+            self._close(mine, theirs)
         assert torch.equal(self.rings[0].data.nan_to_num(-77), self.reference[0].data.nan_to_num(-77))
+        if self.lag:
+            self._settle(rows)
         return found
+
+    def _settle(self, rows: Rows) -> None:
+        """As `Arrays.settle`; then the kernel of checkpoints gives the states that the reference replays."""
+        slots, start = rows.slot_t.long(), rows.start_t.long()
+        for _, view in (self.reference, self.rings):
+            base = torch.where(view.folds(slots, start), start, view.base[slots])
+            base[rows.verify :] = (start + rows.width_t)[rows.verify :]
+            view.base[slots] = base
+        state_at = import_module("offroad.triton_kernels.delta_replay_jit").state_at
+        for slot, first, width in zip(rows.slot.tolist(), rows.start.tolist(), rows.width.tolist(), strict=True):
+            if width:
+                self._close(
+                    state_at(self.rings[1], slot, first + width), self.reference[1].before(slot, first + width, 1)
+                )
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         limit = TOLERANCE[self.name]
@@ -97,15 +124,16 @@ class Pair:
         """Each verify row gives the same bits alone as among the others, in outputs and rings."""
         rows = rows_of(spans, len(spans), self.device)
         qkvz, ba = self.inputs(rows.tokens)
-        before = [ring.data.clone() for ring in self.rings]
+        before = [copied(ring) for ring in self.rings]
         together = self.kernel(qkvz, ba, *self.rings, rows, self.spec, self.weights, EPS)
         for (slot, start, width), offset in zip(spans, rows.offset.tolist(), strict=True):
-            rings = [RingView(data.clone()) for data in before]
+            rings = [copied(ring) for ring in before]
             own, span = rows_of([(slot, start, width)], 1, self.device), slice(offset, offset + width)
             out = self.kernel(qkvz[span], ba[span], *rings, own, self.spec, self.weights, EPS)
             assert torch.equal(out, together[span])
             for ring, after in zip(rings, self.rings, strict=True):
-                assert torch.equal(ring.data[slot].nan_to_num(-77), after.data[slot].nan_to_num(-77))
+                for one, other in zip(tensors_of(ring), tensors_of(after), strict=True):
+                    assert torch.equal(one[slot].nan_to_num(-77), other[slot].nan_to_num(-77))
 
     def rounds(self, widths: Sequence[int], lengths: Sequence[int], count: int) -> None:
         """`count` verify steps of slots whose sequences have `lengths`, each keeping some of its tokens."""
@@ -117,6 +145,14 @@ class Pair:
             self.step(verify=spans)
             for slot, _, width in spans:
                 length[slot] += int(dice.integers(1, width + 1))
+
+
+def tensors_of(ring: RingView | ReplayView) -> list[torch.Tensor]:
+    return [value for value in vars(ring).values() if isinstance(value, torch.Tensor)]
+
+
+def copied(ring: RingView | ReplayView) -> RingView | ReplayView:
+    return replace(ring, **{n: v.clone() for n, v in vars(ring).items() if isinstance(v, torch.Tensor)})
 
 
 def spec_of(key_heads: int, group: int, key_dim: int, value_dim: int, **changes) -> GatedDeltaSpec:

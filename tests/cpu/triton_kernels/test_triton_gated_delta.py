@@ -21,25 +21,35 @@ def test_a_prompt_in_one_chunk(length: int):
     Pair(ONE_HEAD).step(chunks=[(2, 0, length)])
 
 
+@pytest.mark.parametrize("lag", [0, 8])
 @pytest.mark.parametrize(("start", "k"), [(1, 0), (2, 3), (3, 0), (70, 3)])
-def test_a_prompt_cut_in_two_then_tokens(start: int, k: int):
-    pair = Pair(ONE_HEAD, k=k)
+def test_a_prompt_cut_in_two_then_tokens(start: int, k: int, lag: int):
+    pair = Pair(ONE_HEAD, k=k, lag=lag)
     pair.step(chunks=[(1, 0, start)])
     pair.step(chunks=[(1, start, 2), (3, 0, 66)])
     pair.step(chunks=[(1, start + 2, 1)], verify=[(3, 66, k + 1)])
     pair.step(verify=[(1, start + 3, 1)])
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_rounds_of_verification_with_rejected_tokens(k: int):
-    pair = Pair(spec_of(1, 1, 16, 16), k=k)
+@pytest.mark.parametrize(("k", "lag", "count"), [(1, 0, 4), (3, 0, 4), (0, 3, 9), (1, 3, 6), (3, 4, 5), (3, 8, 9)])
+def test_rounds_of_verification_with_rejected_tokens(k: int, lag: int, count: int):
+    pair = Pair(spec_of(1, 1, 16, 16), k=k, lag=lag)
     pair.step(chunks=[(0, 0, 1), (2, 0, 70)])
-    pair.rounds(range(1, k + 2), (1, 0, 70), 4)
+    pair.rounds(range(1, k + 2), (1, 0, 70), count)
 
 
+def test_a_chunk_begins_behind_records():
+    pair = Pair(spec_of(1, 2, 16, 16), k=1, lag=8)
+    pair.step(chunks=[(1, 0, 5)])
+    pair.step(verify=[(1, 5, 2), (3, 0, 1)])
+    pair.step(verify=[(1, 7, 1)], chunks=[(3, 1, 66)])
+    pair.step(chunks=[(1, 8, 3)])
+
+
+@pytest.mark.parametrize("lag", [0, 8])
 @pytest.mark.parametrize("sizes", [(2, 1, 32, 64), (1, 2, 64, 32), (1, 1, 128, 128), (1, 3, 8, 4), (2, 1, 6, 40)])
-def test_head_sizes(sizes: tuple[int, int, int, int]):
-    pair = Pair(spec_of(*sizes), k=1)
+def test_head_sizes(sizes: tuple[int, int, int, int], lag: int):
+    pair = Pair(spec_of(*sizes), k=1, lag=lag)
     pair.step(chunks=[(1, 0, 67)])
     pair.step(verify=[(1, 67, 1)])
 
@@ -65,8 +75,9 @@ def test_other_convolutions_and_gates(changes: dict):
     pair.step(verify=[(0, 6, 1)], chunks=[(1, 1, 3)])
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others():
-    pair = Pair(SPEC, "bfloat16", k=2)
+@pytest.mark.parametrize("lag", [0, 8])
+def test_a_row_has_the_same_bits_alone_and_among_others(lag: int):
+    pair = Pair(SPEC, "bfloat16", k=2, lag=lag)
     pair.step(chunks=[(1, 0, 3), (4, 0, 7)])
     pair.alone([(4, 7, 3), (0, 0, 1), (1, 3, 2)])
 

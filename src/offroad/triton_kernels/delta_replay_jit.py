@@ -1,0 +1,240 @@
+"""Gated DeltaNet of verify rows over states that are replayed from records: see `run.rows.ReplayView`.
+
+A decode step's time is that of its bytes, and a state that is read and written at every token is most of them for many
+sequences. Here it is read at every token and written at every few. With S the state at the base, G the running sum of
+the decays of n records, and g = exp(G_n) e^decay, a token's `S_p^T k` is
+
+    g S^T k + e^decay sum_i exp(G_n - G_i) (key_i . k) delta_i
+
+so records cost products of vectors, and no later state is made until records are folded. Rows of several tokens, and
+those that fold, make the state in registers first, by the recurrence itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from offroad.models.spec import GatedDeltaSpec
+from offroad.ops.gated_delta import DeltaWeights
+from offroad.run.rows import ReplayView, RingView, Rows
+from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output
+from offroad.triton_kernels.dependent import launching, wait_turn
+from offroad.triton_kernels.kv_rows import LISTS
+
+
+@triton.jit
+def _replayed(
+    state, keys, deltas, decays, base, count, head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """The state [K, V] with `count` records from `base` on folded in, one after another. Records are the slot's."""
+    key, value = tl.arange(0, K), tl.arange(0, V)
+    for i in range(count):
+        at = (base + i) % CAPACITY
+        k = tl.load(keys + at * (HEADS // GROUP * DK) + head // GROUP * DK + key, mask=key < DK, other=0.0)
+        delta = tl.load(deltas + (at * HEADS + head) * DV + value, mask=value < DV, other=0.0)
+        state = state * tl.exp(tl.load(decays + at * HEADS + head)) + k[:, None] * delta[None]
+    return state
+
+
+@triton.jit(do_not_specialize_on_alignment=LISTS)
+def replay_kernel(
+    qkvz, ba, ring, states, keys, deltas, decays, bases, slots, starts, widths, offsets, taps, a_log, dt_bias, norm,
+    out, stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
+    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, WIDEST: tl.constexpr, R: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (r, h): the tokens of row r in value head h, one after another; a record is stored for each."""
+    wait_turn(PDL)
+    row, head = tl.program_id(0), tl.program_id(1)
+    width = tl.load(widths + row)
+    if width == 0:
+        return
+    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
+    offset, base = tl.load(offsets + row).to(tl.int64), tl.load(bases + slot)
+    CAPACITY: tl.constexpr = LAG + WIDEST
+    KEYS: tl.constexpr = HEADS // GROUP * DK
+    key, value, record = tl.arange(0, K), tl.arange(0, V), tl.arange(0, R)
+    live_key, live_value = key < DK, value < DV
+    inner = key[:, None] * DV + value[None]
+    live = live_key[:, None] & live_value[None]
+    ring += slot * ring_slot
+    keys += slot * (CAPACITY * KEYS)
+    deltas += slot * (CAPACITY * HEADS * DV)
+    decays += slot * (CAPACITY * HEADS)
+    states += slot * state_slot + head * (DK * DV)
+    state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32)
+    count = (start - base).to(tl.int32)
+    fold = count + WIDEST > LAG
+    whole = fold | (width > 1)
+    known = record < tl.where(whole, 0, count)
+    at = (base + record) % CAPACITY
+    decay = tl.load(decays + at * HEADS + head, mask=known, other=0.0)
+    total = tl.sum(decay, axis=0)
+    left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
+    key_at = at[:, None] * KEYS + head // GROUP * DK + key[None]
+    key_of = tl.load(keys + key_at, mask=known[:, None] & live_key[None], other=0.0)
+    delta_at = (at[:, None] * HEADS + head) * DV + value[None]
+    if whole:
+        state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+        tl.store(states + inner, state.to(states.dtype.element_ty), mask=live & fold)
+    for t in range(width):
+        q, k, v, beta, step = token_inputs(
+            qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
+            HEADS, GROUP, DK, DV, BACK, K, V,
+        )  # fmt: skip
+        fade, further = tl.exp(step), tl.exp(total + step)
+        y_k = tl.sum(state * k[:, None], axis=0) * further
+        y_q = tl.sum(state * q[:, None], axis=0) * further
+        near_k = tl.sum(key_of * k[None], axis=1) * left * fade
+        near_q = tl.sum(key_of * q[None], axis=1) * left * fade
+        delta_of = tl.load(deltas + delta_at, mask=known[:, None] & live_value[None], other=0.0)
+        delta = (v - y_k - tl.sum(near_k[:, None] * delta_of, axis=0)) * beta
+        y = y_q + tl.sum(near_q[:, None] * delta_of, axis=0)
+        y += tl.sum(q * k, axis=0) * delta
+        if width > 1:
+            state = state * fade + k[:, None] * delta[None]
+        place = (start + t) % CAPACITY
+        first = live_key & (head % GROUP == 0)
+        tl.store(keys + place * KEYS + head // GROUP * DK + key, k, mask=first)
+        tl.store(deltas + (place * HEADS + head) * DV + value, delta, mask=live_value)
+        tl.store(decays + place * HEADS + head, step)
+        store_token_columns(
+            qkvz, ring, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V
+        )
+        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
+
+
+@triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
+def fold_kernel(
+    states, keys, deltas, decays, bases, slots, starts, first, state_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Program (r, h): folds the records before row first + r in value head h, where there are any."""
+    row, head = first + tl.program_id(0), tl.program_id(1)
+    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
+    base = tl.load(bases + slot)
+    if start == base:
+        return
+    key, value = tl.arange(0, K), tl.arange(0, V)
+    live = (key < DK)[:, None] & (value < DV)[None]
+    place = states + slot * state_slot + head * (DK * DV) + key[:, None] * DV + value[None]
+    state = tl.load(place, mask=live & (base > 0), other=0.0).to(tl.float32)
+    keys += slot * (CAPACITY * (HEADS // GROUP) * DK)
+    deltas += slot * (CAPACITY * HEADS * DV)
+    decays += slot * (CAPACITY * HEADS)
+    count = (start - base).to(tl.int32)
+    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+    tl.store(place, state.to(states.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["slot", "boundary"])
+def state_kernel(
+    states, keys, deltas, decays, bases, out, slot, boundary, state_slot,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Program (h): out [HEADS, DK, DV], the state of a slot before a boundary in value head h."""
+    head, slot = tl.program_id(0), tl.cast(slot, tl.int64)
+    base = tl.load(bases + slot)
+    key, value = tl.arange(0, K), tl.arange(0, V)
+    live = (key < DK)[:, None] & (value < DV)[None]
+    inner = head * (DK * DV) + key[:, None] * DV + value[None]
+    state = tl.load(states + slot * state_slot + inner, mask=live & (base > 0), other=0.0).to(tl.float32)
+    keys += slot * (CAPACITY * (HEADS // GROUP) * DK)
+    deltas += slot * (CAPACITY * HEADS * DV)
+    decays += slot * (CAPACITY * HEADS)
+    count = (boundary - base).to(tl.int32)
+    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+    tl.store(out + inner, state, mask=live)
+
+
+def _sizes(view: ReplayView) -> tuple[int, ...]:
+    """HEADS, GROUP, DK, DV, K, V."""
+    heads, dk, dv = view.state.shape[1:]
+    return heads, heads // view.key.shape[2], dk, dv, triton.next_power_of_2(dk), triton.next_power_of_2(dv)
+
+
+def _records(view: ReplayView) -> tuple[torch.Tensor, ...]:
+    assert all(t.is_contiguous() for t in (view.key, view.delta, view.decay)), "records lie side by side"
+    return view.state, view.key, view.delta, view.decay, view.base
+
+
+def verify(
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    conv: RingView,
+    view: ReplayView,
+    rows: Rows,
+    spec: GatedDeltaSpec,
+    weights: DeltaWeights,
+    eps: float,
+    out: torch.Tensor,
+) -> None:
+    """Writes the verify rows' part of `out`, their records and their columns."""
+    ring, widest = conv.data, view.capacity - view.lag
+    heads, group, dk, dv, k, v = _sizes(view)
+    replay_kernel[(rows.verify, heads)](
+        qkvz, ba, ring, *_records(view), rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, weights.conv,
+        weights.a_log, weights.dt_bias, weights.norm, out, qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1),
+        conv.capacity, view.state.stride(0), eps, heads, group, dk, dv, spec.kernel - 1, spec.gate == "silu", k, v,
+        view.lag, widest, triton.next_power_of_2(view.lag), num_warps=4, **launching(qkvz.shape[0]),
+    )  # fmt: skip
+
+
+def fold_chunks(view: ReplayView, rows: Rows) -> RingView:
+    """Makes the states before the chunk rows' first tokens, where chunks read and leave them."""
+    heads, *sizes = _sizes(view)
+    fold_kernel[(len(rows.slot) - rows.verify, heads)](
+        *_records(view), rows.slot_t, rows.start_t, rows.verify, view.state.stride(0), heads, *sizes, view.capacity,
+        num_warps=4,
+    )  # fmt: skip
+    return RingView(view.state.unsqueeze(1))
+
+
+def state_at(view: ReplayView, slot: int, boundary: int) -> torch.Tensor:
+    """The state of a slot before a boundary, fp32 [1, heads, key_dim, value_dim]."""
+    heads, *sizes = _sizes(view)
+    out = torch.empty((1, *view.state.shape[1:]), dtype=torch.float32, device=view.state.device)
+    state_kernel[(heads,)](
+        *_records(view), out, slot, boundary, view.state.stride(0), heads, *sizes, view.capacity, num_warps=4
+    )
+    return out
+
+
+def variants() -> Iterator[Variant]:
+    """Qwen3.5-27B without drafts and with 3."""
+    kinds = {"qkvz": "*bf16", "ba": "*bf16", "ring": "*bf16", "out": "*bf16", "bases": "*i64"}
+    kinds |= dict.fromkeys(("slots", "starts", "widths", "offsets"), "*i32")
+    kinds |= dict.fromkeys(("states", "keys", "deltas", "decays", "taps", "a_log", "dt_bias", "norm"), "*fp32")
+    kinds |= dict.fromkeys(("stride", "ba_stride", "ring_slot", "ring_stride", "capacity", "state_slot"), "i32")
+    kinds |= {"eps": "fp32", "slot": "i32", "boundary": "i32", "first": "i32"}
+    sizes = {"HEADS": 48, "GROUP": 3, "DK": 128, "DV": 128, "K": 128, "V": 128}
+    aligned = {"qkvz", "ring", "out", "states", "keys", "deltas", "decays", "stride", "ring_slot", "ring_stride"}
+    aligned |= {"state_slot"}
+
+    def variant(label: str, function, constants: dict, **more) -> Variant:
+        signature = {name: kinds[name] for name in function.arg_names if name not in constants and name != "PDL"}
+        return Variant(
+            f"gated_delta {label}",
+            function,
+            signature,
+            constants,
+            aligned=tuple(sorted(aligned & set(signature))),
+            **more,
+        )
+
+    for drafts in (0, 3):
+        step = sizes | {"BACK": 3, "SILU": True, "LAG": 8, "WIDEST": 1 + drafts, "R": 8}
+        for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
+            label = f"replayed step, {drafts} drafts"
+            yield variant(label, replay_kernel, step, archs=archs, hot=90 in archs)
+    yield variant("fold", fold_kernel, sizes | {"CAPACITY": 9}, archs=(90,), hot=False)

@@ -1,0 +1,150 @@
+"""Launches FP8 products (W8A8): e4m3 weights with a scale for 128 by 128 of them, activations rounded to e4m3.
+
+Steps of many tokens only: activations are rounded with a scale for each token and 128 of k, weights come out of their
+records, and cuBLASLt multiplies e4m3 by e4m3. Fewer tokens gain nothing from it: weights are widened in registers, and
+activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+
+from offroad.device.profile import DeviceProfile
+from offroad.errors import PlanError
+from offroad.ops.linear import round_activations
+from offroad.ops.spec import Bound, Problem
+from offroad.quant.packed import Packed, spread
+from offroad.triton_kernels import linear_fp8_jit, linear_run
+from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records, pack
+from offroad.triton_kernels.linear_run import INTERPRETED, Card
+from offroad.triton_kernels.memory import MEMORY
+
+TOKENS = 32  # of a program that rounds activations of many tokens
+E4M3 = torch.float8_e4m3fn
+_PROBE = (48, 256, 640)  # rows, n, k: more than one block each way, and 5 groups, which are padded to 8
+
+
+def run(x: torch.Tensor, weight: Packed, *, on: Card | None = None, from_rows: int = DENSE_FROM) -> torch.Tensor:
+    """`x^ w^T + bias`; x [tokens, k] in 16 bits -> [tokens, n] in its type.
+
+    From `from_rows` rows on, x^ is x as `round_activations` gives it, and a token with a value that is not finite gives
+    NaN; with fewer it is x.
+    """
+    assert isinstance(weight, Records), weight.layout
+    assert (weight.kind, weight.group, weight.perm) == ("e4m3", 128, None), weight.kind
+    if x.shape[0] < from_rows:
+        return linear_run.run(x, weight, dense_from=from_rows, on=on)
+    x = x.contiguous()
+    q, q_scales, w, w_scales = operands(weight, x.shape[0], x.device)
+    quantise(x, q, q_scales)
+    unpack(weight, w, w_scales)
+    y = scaled_product(q, q_scales, w, w_scales, x.dtype)[: x.shape[0]]
+    return y if weight.bias is None else y.add_(weight.bias)
+
+
+def quantise(x: torch.Tensor, q: torch.Tensor, s: torch.Tensor) -> None:
+    """x [tokens, k] into codes q uint8 [padded tokens, k] and scales s fp32 [k / 128, padded tokens]."""
+    (rows, k), padded = x.shape, q.shape[0]
+    grid = (-(-padded // TOKENS), k // BLOCK_K)
+    linear_fp8_jit.quantise[grid](x, q, s, rows, padded, k, BT=TOKENS, NATIVE=not INTERPRETED)
+
+
+def unpack(weight: Records, q: torch.Tensor, s: torch.Tensor) -> None:
+    """A weight into codes q uint8 [n, k], by rows, and scales of blocks s fp32 [n / 128, padded k / 128]."""
+    scales, units = weight.tensors["s"], weight.k // BLOCK_K
+    grid = (weight.n // BLOCK_N, s.shape[1])
+    linear_fp8_jit.unpack[grid](
+        weight.tensors["q"],
+        scales,
+        q.view(torch.int32),
+        s,
+        weight.k,
+        units,
+        s.shape[1],
+        scales.shape[1],
+    )
+
+
+def scaled_product(
+    x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`x w^T` of codes uint8 x [tokens, k] and w [n, k] with scales fp32 [k / 128, tokens] and [n / 128, padded
+    k / 128], padded to a multiple of 4; [tokens, n] in `dtype`. tokens is a multiple of 4.
+
+    The layouts are cuBLASLt's (its manual, "Scaling factors layouts"): scales of rows lie side by side by row, those
+    of blocks by k. Only CUDA devices of compute capability 9.0 do this.
+    """
+    if x.is_meta:
+        return torch.empty(x.shape[0], w.shape[0], dtype=dtype, device=x.device)
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    return scaled_mm(
+        x.view(E4M3),
+        w.view(E4M3).t(),
+        x_scales.t(),
+        ScalingType.BlockWise1x128,
+        w_scales.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+
+
+def operands(weight: Records, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Places in the memory that kernels share for codes and scales of `rows` tokens and of the weight."""
+    sizes = fp8_parts(rows, weight.n, weight.k)
+    whole = MEMORY.get(device, "e4m3 operands", sum(sizes), torch.uint8)
+    x, xs, w, ws = whole[: sum(sizes)].split(sizes)
+    padded, units = sizes[0] // weight.k, weight.k // BLOCK_K
+    return (
+        x.view(padded, weight.k),
+        xs.view(torch.float32)[: units * padded].view(units, padded),
+        w.view(weight.n, weight.k),
+        ws.view(torch.float32)[: weight.n // 128 * (units + -units % 4)].view(weight.n // 128, -1),
+    )
+
+
+def bind(device: DeviceProfile, problem: Problem) -> Bound:
+    """`run` for a plan's device, once a small product there is what it should be. Raises PlanError where it is not.
+
+    In steps that only decode, weights are widened whatever the number of rows."""
+    on = linear_run.card_of(device)
+    if problem.phase != "prefill":
+        return partial(linear_run.run, on=on)
+    if torch.cuda.is_available() and device.kind == "cuda":
+        probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype))
+    return partial(run, on=on)
+
+
+@cache
+def probe(device: torch.device, dtype: torch.dtype) -> None:
+    """Compares a product of `scaled_product` with the same in fp64, since nothing but a wrong result would tell that a
+    library reads scales in another order. Raises PlanError."""
+    rows, n, k = _PROBE
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randn(n, k, generator=random).to(E4M3)
+    scales = torch.rand(n // 128, k // 128, generator=random) * 0.05 + 0.001
+    weight = Packed("fp8", n, k, {"q": codes, "s": scales.repeat_interleave(128, dim=0)}, 128)
+    mine = pack(weight)
+    mine = Records(mine.layout, n, k, {name: t.to(device) for name, t in mine.tensors.items()}, 128, kind=mine.kind)
+    x = torch.randn(rows, k, generator=random) * torch.rand(rows, k // 128, generator=random).repeat_interleave(128, 1)
+    x = x.to(dtype)
+    wanted = round_activations(x.double()) @ (codes.double() * spread(weight.tensors["s"], 128, k).double()).T
+    try:
+        found = run(x.to(device), mine, from_rows=1).cpu().double()
+    except (RuntimeError, ValueError, TypeError) as error:  # what torch raises for a library or layout that it lacks
+        raise _refusal(str(error)) from error
+    apart = float((found - wanted).abs().max() / wanted.abs().max())
+    if not apart < 0.01:
+        raise _refusal(f"a product of {rows} x {k} by {n} that is {apart:.3g} of its largest value away")
+
+
+def _refusal(found: str) -> PlanError:
+    return PlanError(
+        f"triton.linear_w8a8: products of e4m3 operands by torch {torch.__version__} (CUDA {torch.version.cuda})",
+        found=found,
+        accepted="cuBLASLt 12.9 or later, on compute capability 9.0",
+        next="leave out --kernel linear@fp8=triton.linear_w8a8: weights are widened instead",
+    )
