@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,6 +106,26 @@ def test_trials_of_neighbours_are_independent():
     assert abs((one & other).mean() - RATE**2) < spread
     assert dummy.expected_tokens(3, 0.7) == pytest.approx((1 - 0.7**4) / 0.3)
     assert dummy.expected_tokens(3, 1.0) == 4
+
+
+@given(seed=SEEDS, acceptance=st.floats(0, 1), lucky=st.lists(st.booleans(), min_size=1, max_size=40), data=st.data())
+def test_what_is_told(seed, acceptance, lucky, data):
+    """The draft exactly where it is accepted, even where the model would have said the same or has no finite value."""
+    count, vocab = len(lucky), 7
+    arrays = SimpleNamespace(length=np.zeros(3, np.int64))
+    proposer = dummy.DummyProposer(SimpleNamespace(arrays=arrays, sampler=SimpleNamespace(vocab=vocab)), acceptance)
+    proposer.start(SimpleNamespace(slot=2, seed=seed))
+    slots, positions = np.full(count, 2), 5 + np.arange(count)
+    drafts = dummy.drafted(np.full(count, seed), positions, vocab)
+    drawn = np.array(data.draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)))
+    answers = np.where(lucky, drafts, drawn)
+    told = proposer.decide(slots, positions, answers)
+    right = dummy.accepted(np.full(count, seed), positions, acceptance)
+    assert ((told == drafts) == right).all()
+    assert ((told >= 0) & (told < vocab)).all()
+    kept = ~right & (answers != drafts)
+    assert (told[kept] == answers[kept]).all()
+    assert (proposer.decide(slots, positions, ~answers) == ~answers).all()
 
 
 @pytest.mark.parametrize(("family", "replay"), [("llama", False), ("qwen3_5", False), ("qwen3_5", True)])
