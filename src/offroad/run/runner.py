@@ -148,8 +148,8 @@ class Runner:
         drawn, values = self._drawn(ran, logits, slots, positions, masks)
         answers = values()
         if drafts:
-            assert self.drafting is not None, "drafts have a drafter"
-            answers = self.drafting.decide(rows, of_row, positions, answers)
+            if self.drafting is not None:
+                answers = self.drafting.decide(rows, of_row, positions, answers)
             moved = _moved(rows, _ids(answers))
             told = np.flatnonzero(place < moved[of_row])
             of_row, place, positions, slots = of_row[told], place[told], positions[told], slots[told]
