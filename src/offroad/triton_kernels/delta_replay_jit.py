@@ -25,15 +25,10 @@ from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta_token_jit import (
     store_token_columns,
     token_inputs,
-    token_keys,
     token_output,
-    token_value,
 )
 from offroad.triton_kernels.dependent import launching, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
-
-FEW = 4  # rows from which a program has all value heads of a key head: fewer leave GPUs idle
-MOST_HEADS = 4  # of such a program
 
 
 @triton.jit
@@ -121,21 +116,23 @@ def replay_kernel(
         token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
 
 
+@triton.jit
+def _two_sums(x, y, axis: tl.constexpr):
+    """Sums of both over an axis, whose threads meet once for the two."""
+    return tl.split(tl.sum(tl.join(x, y), axis=axis))
+
+
 @triton.jit(do_not_specialize_on_alignment=LISTS)
 def single_kernel(
     qkvz, ba, ring, states, keys, deltas, decays, bases, slots, starts, widths, offsets, taps, a_log, dt_bias, norm,
     out, stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
-    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, R: tl.constexpr, EACH: tl.constexpr,
-    PDL: tl.constexpr,
+    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, i): the one token of row r in EACH value heads of a key head, where no step has rows of more.
-
-    The next head's state is on its way while this one's token is finished: a state is not needed once its products
-    with q and k are known, and folding, which is seldom, reads it again.
-    """
+    """Program (r, h): the one token of row r in value head h, where no step has rows of more. Loads that wait for
+    nothing but the row's numbers come first; a state that is folded is so behind the token, which does not need it."""
     wait_turn(PDL)
-    row, head = tl.program_id(0), tl.program_id(1) * EACH
+    row, head = tl.program_id(0), tl.program_id(1)
     width = tl.load(widths + row)
     slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
     offset = tl.load(offsets + row).to(tl.int64)
@@ -147,59 +144,48 @@ def single_kernel(
     live_key, live_value = key < DK, value < DV
     inner = key[:, None] * DV + value[None]
     live = live_key[:, None] & live_value[None]
-    states += slot * state_slot
-    state = tl.load(states + head * (DK * DV) + inner, mask=live, other=0.0).to(tl.float32)
+    states += slot * state_slot + head * (DK * DV)
+    state = tl.load(states + inner, mask=live, other=0.0).to(tl.float32)
     base = tl.load(bases + slot)
     ring += slot * ring_slot
-    keys += slot * (CAPACITY * KEYS)
-    deltas += slot * (CAPACITY * HEADS * DV)
-    decays += slot * (CAPACITY * HEADS)
+    keys += slot * (CAPACITY * KEYS) + head // GROUP * DK
+    deltas += slot * (CAPACITY * HEADS * DV) + head * DV
+    decays += slot * (CAPACITY * HEADS) + head
     count = (start - base).to(tl.int32)
     known = record < count
     at, place = (base + record) % CAPACITY, start % CAPACITY
-    key_at = at[:, None] * KEYS + head // GROUP * DK + key[None]
-    key_of = tl.load(keys + key_at, mask=known[:, None] & live_key[None], other=0.0)
-    q, k = token_keys(
-        qkvz, ring, taps, 0, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, BACK, K
-    )
-    near_k, near_q, both = tl.sum(key_of * k[None], axis=1), tl.sum(key_of * q[None], axis=1), tl.sum(q * k, axis=0)
-    for i in tl.static_range(EACH):
-        v, beta, step = token_value(
-            qkvz, ba, ring, taps, a_log, dt_bias, 0, offset, start, stride, ba_stride, ring_stride, capacity, head,
-            HEADS, GROUP, DK, DV, BACK, V,
-        )  # fmt: skip
-        decay = tl.load(decays + at * HEADS + head, mask=known, other=0.0)
-        delta_at = (at[:, None] * HEADS + head) * DV + value[None]
-        delta_of = tl.load(deltas + delta_at, mask=known[:, None] & live_value[None], other=0.0)
-        total = tl.sum(decay, axis=0) + step
-        left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
-        rest = v - tl.sum((near_k * left)[:, None] * delta_of, axis=0)
-        y = tl.sum((near_q * left)[:, None] * delta_of, axis=0)
-        further = tl.exp(total)
-        old_k = tl.sum(state * k[:, None], axis=0)
-        old_q = tl.sum(state * q[:, None], axis=0)
-        if i + 1 < EACH:
-            state = tl.load(states + (head + 1) * (DK * DV) + inner, mask=live, other=0.0).to(tl.float32)
-        # What lies there before the first fold may be anything: it is replaced, not multiplied by zero.
-        delta = (rest - tl.where(base > 0, old_k * further, 0.0)) * beta
-        y += tl.where(base > 0, old_q * further, 0.0) + both * delta
-        tl.store(deltas + (place * HEADS + head) * DV + value, delta, mask=live_value)
-        tl.store(decays + place * HEADS + head, step)
-        token_output(y, qkvz, norm, out, offset, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
-        store_token_columns(
-            qkvz, ring, 0, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V
-        )
-        head += 1
-    head = tl.program_id(1) * EACH
-    first = live_key & (head % GROUP == 0)
-    tl.store(keys + place * KEYS + head // GROUP * DK + key, k, mask=first)
-    if count + 1 > LAG:
-        for _ in tl.static_range(EACH):
-            at_head = states + head * (DK * DV) + inner
-            state = tl.load(at_head, mask=live & (base > 0), other=0.0).to(tl.float32)
-            state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
-            tl.store(at_head, state.to(states.dtype.element_ty), mask=live)
-            head += 1
+    decay = tl.load(decays + at * HEADS, mask=known, other=0.0)
+    key_of = tl.load(keys + at[:, None] * KEYS + key[None], mask=known[:, None] & live_key[None], other=0.0)
+    q, k, v, beta, step = token_inputs(
+        qkvz, ba, ring, taps, a_log, dt_bias, 0, offset, start, stride, ba_stride, ring_stride, capacity, head,
+        HEADS, GROUP, DK, DV, BACK, K, V,
+    )  # fmt: skip
+    total = tl.sum(decay, axis=0) + step
+    left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
+    near_k, near_q = _two_sums(key_of * k[None], key_of * q[None], 1)
+    old_k, old_q = _two_sums(state * k[:, None], state * q[:, None], 0)
+    delta_at = deltas + at[:, None] * (HEADS * DV) + value[None]
+    delta_of = tl.load(delta_at, mask=known[:, None] & live_value[None], other=0.0)
+    new_k, new_q = _two_sums((near_k * left)[:, None] * delta_of, (near_q * left)[:, None] * delta_of, 0)
+    further = tl.exp(total)
+    # What lies there before the first fold may be anything: it is replaced, not multiplied by zero.
+    delta = (v - new_k - tl.where(base > 0, old_k * further, 0.0)) * beta
+    y = new_q + tl.where(base > 0, old_q * further, 0.0) + tl.sum(q * k, axis=0) * delta
+    tl.store(keys + place * KEYS + key, k, mask=live_key & (head % GROUP == 0))
+    tl.store(deltas + place * (HEADS * DV) + value, delta, mask=live_value)
+    tl.store(decays + place * HEADS, step)
+    store_token_columns(qkvz, ring, 0, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V)
+    token_output(y, qkvz, norm, out, offset, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
+    if count == LAG:
+        state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32) * tl.exp(total - step)
+        later = total - step
+        for i in tl.range(0, LAG, loop_unroll_factor=4):
+            from_here = (base + i) % CAPACITY
+            later -= tl.load(decays + from_here * HEADS)
+            k = tl.load(keys + from_here * KEYS + key, mask=live_key, other=0.0) * tl.exp(later)
+            delta = tl.load(deltas + from_here * (HEADS * DV) + value, mask=live_value, other=0.0)
+            state += k[:, None] * delta[None]
+        tl.store(states + inner, state.to(states.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
@@ -282,8 +268,7 @@ def verify(
     if widest > 1:
         replay_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, widest, records, num_warps=4, **options)
         return
-    each = group if rows.verify >= FEW and group <= MOST_HEADS else 1
-    single_kernel[(rows.verify, heads // each)](*tensors, *strides, eps, *sizes, records, each, num_warps=4, **options)
+    single_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, records, num_warps=4, **options)
 
 
 def fold_chunks(view: ReplayView, rows: Rows) -> RingView:
@@ -329,9 +314,8 @@ def variants() -> Iterator[Variant]:
         )
 
     step = sizes | {"BACK": 3, "SILU": True, "LAG": 8, "R": 8}
-    for each in (1, 3):
-        more = {"EACH": each, "PDL": False}
-        yield variant(f"token, {each} heads a program", single_kernel, step | more, archs=(80, 90, 100, 120))
+    for archs in ((90, 100, 120), (80,)):  # the latter spills some registers where it folds, at every eighth token
+        yield variant("token", single_kernel, step, archs=archs, hot=90 in archs)
     for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
         more = {"WIDEST": 4}
         yield variant("replayed step, 3 drafts", replay_kernel, step | more, archs=archs, hot=90 in archs)
