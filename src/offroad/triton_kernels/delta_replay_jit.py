@@ -236,7 +236,8 @@ def state_kernel(
 def _sizes(view: ReplayView) -> tuple[int, ...]:
     """HEADS, GROUP, DK, DV, K, V."""
     heads, dk, dv = view.state.shape[1:]
-    return heads, heads // view.key.shape[2], dk, dv, triton.next_power_of_2(dk), triton.next_power_of_2(dv)
+    k, v = (max(16, triton.next_power_of_2(size)) for size in (dk, dv))  # fewer would have threads that do the same
+    return heads, heads // view.key.shape[2], dk, dv, k, v
 
 
 def _records(view: ReplayView) -> tuple[torch.Tensor, ...]:

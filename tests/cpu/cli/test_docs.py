@@ -24,9 +24,9 @@ def test_commands_of_the_readme_parse():
     assert len(commands) >= 6
     group = typer.main.get_command(make_app())
     for line in commands:
-        verb, *arguments = re.findall(r'"[^"]*"|\S+', line)
-        command = group.commands[verb]
-        context = command.make_context(verb, list(arguments), resilient_parsing=False)
+        root = typer.Context(group)
+        verb, command, arguments = group.resolve_command(root, re.findall(r'"[^"]*"|\S+', line))
+        context = command.make_context(verb, list(arguments), parent=root, resilient_parsing=False)
         assert context.params
 
 

@@ -94,9 +94,10 @@ class Pair:
         expected = gated_delta(qkvz, ba, *self.reference, *common)
         found = self.kernel(qkvz, ba, *self.rings, *common)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        self._close(found, expected)
+        # Where nothing decays, the reference's fp32 rounds as much as the kernel's.
+        self._close(found, expected, 4 if repeat else 1)
         for mine, theirs in zip(tensors_of(self.rings[1]), tensors_of(self.reference[1]), strict=True):
-            self._close(mine, theirs)
+            self._close(mine, theirs, 4 if repeat else 1)
         assert torch.equal(self.rings[0].data.nan_to_num(-77), self.reference[0].data.nan_to_num(-77))
         if self.lag:
             self.settle(rows)
@@ -120,9 +121,10 @@ class Pair:
                     state_at(self.rings[1], slot, first + width), self.reference[1].before(slot, first + width, 1)
                 )
 
-    def _close(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+    def _close(self, found: torch.Tensor, expected: torch.Tensor, times: int = 1) -> None:
         limit = TOLERANCE[self.name]
-        torch.testing.assert_close(found, expected, atol=limit.absolute, rtol=limit.relative, equal_nan=True)
+        bounds = dict(atol=times * limit.absolute, rtol=times * limit.relative)
+        torch.testing.assert_close(found, expected, **bounds, equal_nan=True)
 
     def alone(self, spans: Sequence[Span]) -> None:
         """Each verify row gives the same bits alone as among the others, in outputs and rings."""
