@@ -164,6 +164,19 @@ def state_bytes(spec: ModelSpec, dtypes: Dtypes, k: int) -> int:
     )
 
 
+def moved_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
+    """Bytes that a token moves of rings: it reads the rows before it and writes its own; where records are replayed, it
+    reads the state and half as many records as may be behind it, writes one, and the state at every `lag`-th token."""
+
+    def moved(ring: Ring) -> float:
+        row = row_bytes(ring, dtypes)
+        if ring.store == "rows":
+            return (ring.back + 1) * row
+        return row * (1 + 1 / ring.lag) + plane_bytes(ring.records, dtypes) * (ring.lag / 2 + 1)
+
+    return int(sum(moved(ring) for ring in rings(spec)))
+
+
 def checkpoint_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
     """Bytes of one checkpoint: the rows of every ring that a resume needs."""
     return sum(row_bytes(i, dtypes) * i.resume for i in rings(spec))

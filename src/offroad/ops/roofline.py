@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from offroad.device.profile import DeviceProfile
 from offroad.models.spec import AttentionSpec, LinearSpec, ModelSpec
-from offroad.ops.budget import Dtypes, kv_bytes_per_token, state_bytes, window_bytes
+from offroad.ops.budget import Dtypes, kv_bytes_per_token, moved_bytes, window_bytes
 from offroad.ops.cells import Cell
 
 CONTEXT = 1024  # tokens of context that decode is estimated at
@@ -42,7 +42,8 @@ class Costs:
 
     `head`: operations of one token's logits, which `per_token` has too; `history` and `windows`: bytes of keys and
     values by token of context, and of whole windows, the widest of which has `widest` tokens; `attention`: operations
-    of a query and a key, in full layers and in those with a window; `state`: bytes of a row's recurrent states.
+    of a query and a key, in full layers and in those with a window; `state`: bytes that a token moves of its row's
+    recurrent states.
     """
 
     reads: Reads
@@ -59,7 +60,7 @@ class Costs:
     def decode(self, rows: int, context: int) -> float:
         """Seconds of a step of `rows` tokens, each of its own sequence with `context` tokens."""
         seen = self.windows * min(1.0, context / self.widest) if self.widest else 0.0
-        each = self.history * context + seen + 2 * self.state
+        each = self.history * context + seen + self.state
         return max((self.reads.of(rows) + rows * each) / self.bandwidth, rows * self.per_token / self.rate)
 
     def prefill(self, tokens: int) -> float:
@@ -85,7 +86,7 @@ def costs(spec: ModelSpec, packed: dict[Cell, int], device: DeviceProfile, dtype
         windows=window_bytes(spec, dtypes),
         widest=max((mixer.window or 0 for mixer in mixers), default=0),
         attention=(sum(n for n, window in pairs if not window), sum(n for n, window in pairs if window)),
-        state=state_bytes(spec, dtypes, 0),
+        state=moved_bytes(spec, dtypes),
         bandwidth=device.bandwidth,
         rate=rate,
     )

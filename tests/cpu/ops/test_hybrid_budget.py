@@ -205,3 +205,20 @@ def test_a_gpu_writes_states_at_every_few_tokens(drafts: int):
     assert found.memory.slot_bytes == 48 * (matrix + columns + (lag + drafts + 1) * record)
     assert "recurrent states: read at every token, written at every 8th" in found.explain()
     assert made(batch_invariant=True).store == "rows"
+
+
+@pytest.mark.parametrize(("invariant", "states"), [(True, 2), (False, 1 + 1 / 8)])
+def test_what_a_token_moves_of_states(invariant: bool, states: float):
+    """Rows are read and written; a replayed state is read, and written at every eighth token, with four records of eight
+    read on average and one written. Three columns are read and one is written."""
+    spec, settings = spec_of("qwen3_5-27b"), dict(max_num_seqs=4, max_model_len=512, allow_reference=True)
+    h100 = load_profile("h100-80gb")
+
+    chosen = Settings.of(model="m", batch_invariant=invariant, **settings)
+    made = plan("m", spec, headers_of(spec), h100, chosen, default_registry(), "bfloat16")
+    matrix, columns, record = 48 * 128 * 128 * 4, 4 * 80 * 128 * 2, 4 * (16 * 128 + 48 * 128 + 48)
+    each = 48 * (states * matrix + columns + (0 if invariant else 5 * record)) + 1024 * 65_536
+    shared = made.memory.weights - 2 * 248_320 * 5120  # the input embedding is not read
+    assert made.bound is not None
+    # Norms and other tensors of few bytes are not counted there.
+    assert made.bound.decode_all == pytest.approx(4 * h100.bandwidth / (shared + 4 * each), rel=2e-3)
