@@ -209,8 +209,8 @@ def test_a_gpu_writes_states_at_every_few_tokens(drafts: int):
 
 @pytest.mark.parametrize(("invariant", "states"), [(True, 2), (False, 1 + 1 / 8)])
 def test_what_a_token_moves_of_states(invariant: bool, states: float):
-    """Rows are read and written; a replayed state is read, and written at every eighth token, with four records of eight
-    read on average and one written. Three columns are read and one is written."""
+    """Rows are read and written; a replayed state is read, and written at every eighth token, with four records of
+    eight read on average and one written. Three columns are read and one is written."""
     spec, settings = spec_of("qwen3_5-27b"), dict(max_num_seqs=4, max_model_len=512, allow_reference=True)
     h100 = load_profile("h100-80gb")
 
