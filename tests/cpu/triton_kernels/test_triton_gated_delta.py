@@ -54,10 +54,10 @@ def test_a_chunk_begins_behind_records():
     pair.step(chunks=[(1, 8, 3)])
 
 
-@pytest.mark.parametrize("lag", [0, 8])
+@pytest.mark.parametrize(("k", "lag"), [(1, 0), (1, 8), (0, 8)])
 @pytest.mark.parametrize("sizes", [(2, 1, 32, 64), (1, 2, 64, 32), (1, 1, 128, 128), (1, 3, 8, 4), (2, 1, 6, 40)])
-def test_head_sizes(sizes: tuple[int, int, int, int], lag: int):
-    pair = Pair(spec_of(*sizes), k=1, lag=lag)
+def test_head_sizes(sizes: tuple[int, int, int, int], k: int, lag: int):
+    pair = Pair(spec_of(*sizes), k=k, lag=lag)
     pair.step(chunks=[(1, 0, 67)])
     pair.step(verify=[(1, 67, 1)])
 
