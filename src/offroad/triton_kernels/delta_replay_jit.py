@@ -6,8 +6,8 @@ the decays of n records, and g = exp(G_n) e^decay, a token's `S_p^T k` is
 
     g S^T k + e^decay sum_i exp(G_n - G_i) (key_i . k) delta_i
 
-so records cost products of vectors, and no later state is made until records are folded, by the recurrence itself.
-Where rows may have several tokens, those that have make the state in registers first.
+so records cost products of vectors, and no later state is made until records are folded. Where rows may have several
+tokens, all make the state in registers first, by the recurrence itself.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def replay_kernel(
     qkvz, ba, ring, states, keys, deltas, decays, bases, slots, starts, widths, offsets, taps, a_log, dt_bias, norm,
     out, stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, eps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
-    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, WIDEST: tl.constexpr, R: tl.constexpr,
-    PDL: tl.constexpr,
+    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, WIDEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, h): the tokens of row r in value head h, one after another; a record is stored for each."""
+    """Program (r, h): the tokens of row r in value head h, one after another, behind the state that the records make; a
+    record is stored for each token, and the state where it folds."""
     wait_turn(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     width = tl.load(widths + row)
@@ -65,7 +65,7 @@ def replay_kernel(
     offset, base = tl.load(offsets + row).to(tl.int64), tl.load(bases + slot)
     CAPACITY: tl.constexpr = LAG + WIDEST
     KEYS: tl.constexpr = HEADS // GROUP * DK
-    key, value, record = tl.arange(0, K), tl.arange(0, V), tl.arange(0, R)
+    key, value = tl.arange(0, K), tl.arange(0, V)
     live_key, live_value = key < DK, value < DV
     inner = key[:, None] * DV + value[None]
     live = live_key[:, None] & live_value[None]
@@ -76,44 +76,26 @@ def replay_kernel(
     states += slot * state_slot + head * (DK * DV)
     state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32)
     count = (start - base).to(tl.int32)
-    fold = count + WIDEST > LAG
-    whole = fold | (width > 1)
-    known = record < tl.where(whole, 0, count)
-    at = (base + record) % CAPACITY
-    decay = tl.load(decays + at * HEADS + head, mask=known, other=0.0)
-    total = tl.sum(decay, axis=0)
-    left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
-    key_at = at[:, None] * KEYS + head // GROUP * DK + key[None]
-    key_of = tl.load(keys + key_at, mask=known[:, None] & live_key[None], other=0.0)
-    delta_at = (at[:, None] * HEADS + head) * DV + value[None]
-    if whole:
-        state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
-        tl.store(states + inner, state.to(states.dtype.element_ty), mask=live & fold)
+    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+    tl.store(states + inner, state.to(states.dtype.element_ty), mask=live & (count + WIDEST > LAG))
     for t in range(width):
         q, k, v, beta, step = token_inputs(
             qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
             HEADS, GROUP, DK, DV, BACK, K, V,
         )  # fmt: skip
-        fade, further = tl.exp(step), tl.exp(total + step)
-        y_k = tl.sum(state * k[:, None], axis=0) * further
-        y_q = tl.sum(state * q[:, None], axis=0) * further
-        near_k = tl.sum(key_of * k[None], axis=1) * left * fade
-        near_q = tl.sum(key_of * q[None], axis=1) * left * fade
-        delta_of = tl.load(deltas + delta_at, mask=known[:, None] & live_value[None], other=0.0)
-        delta = (v - y_k - tl.sum(near_k[:, None] * delta_of, axis=0)) * beta
-        y = y_q + tl.sum(near_q[:, None] * delta_of, axis=0)
-        y += tl.sum(q * k, axis=0) * delta
-        if width > 1:
-            state = state * fade + k[:, None] * delta[None]
+        state *= tl.exp(step)
+        delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
+        state += k[:, None] * delta[None]
+        y = tl.sum(state * q[:, None], axis=0)
         place = (start + t) % CAPACITY
         first = live_key & (head % GROUP == 0)
         tl.store(keys + place * KEYS + head // GROUP * DK + key, k, mask=first)
         tl.store(deltas + (place * HEADS + head) * DV + value, delta, mask=live_value)
         tl.store(decays + place * HEADS + head, step)
+        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
         store_token_columns(
             qkvz, ring, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V
         )
-        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
 
 
 @triton.jit
@@ -265,10 +247,11 @@ def verify(
     )  # fmt: skip
     strides = qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), conv.capacity, view.state.stride(0)
     sizes = heads, group, dk, dv, spec.kernel - 1, spec.gate == "silu", k, v, view.lag
-    records, options = triton.next_power_of_2(view.lag), launching(qkvz.shape[0])
+    options = launching(qkvz.shape[0])
     if widest > 1:
-        replay_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, widest, records, num_warps=4, **options)
+        replay_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, widest, num_warps=4, **options)
         return
+    records = triton.next_power_of_2(view.lag)
     single_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, records, num_warps=4, **options)
 
 
@@ -318,6 +301,6 @@ def variants() -> Iterator[Variant]:
     for archs in ((90, 100, 120), (80,)):  # the latter spills some registers where it folds, at every eighth token
         yield variant("token", single_kernel, step, archs=archs, hot=90 in archs)
     for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
-        more = {"WIDEST": 4}
-        yield variant("replayed step, 3 drafts", replay_kernel, step | more, archs=archs, hot=90 in archs)
+        drafts = {name: value for name, value in step.items() if name != "R"} | {"WIDEST": 4}
+        yield variant("replayed step, 3 drafts", replay_kernel, drafts, archs=archs, hot=90 in archs)
     yield variant("fold", fold_kernel, sizes | {"CAPACITY": 9}, archs=(90,), hot=False)
