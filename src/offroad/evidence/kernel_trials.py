@@ -334,14 +334,14 @@ def _said(parts: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"{start}+{width}" for start, width in parts)
 
 
-def _states(make: Maker, spec: GatedDeltaSpec, slots: int) -> tuple[RingView, RingView | ReplayView]:
+def _states(make: Maker, spec: GatedDeltaSpec, slots: int, drafts: int) -> tuple[RingView, RingView | ReplayView]:
     shape = (spec.value_heads, spec.key_dim, spec.value_dim)
-    conv = make.x(slots, spec.kernel + DRAFTS, spec.channels)
+    conv = make.x(slots, spec.kernel + drafts, spec.channels)
     if not make.has("replay"):
-        return RingView(conv), RingView(make.random(slots, 1 + DRAFTS, *shape, scale=0.2))
+        return RingView(conv), RingView(make.random(slots, 1 + drafts, *shape, scale=0.2))
     records = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
-    lag = max(LAG, DRAFTS + 1)
-    key, delta, decay = (make.random(slots, lag + DRAFTS + 1, *record, scale=0.2) for record in records)
+    lag = max(LAG, drafts + 1)
+    key, delta, decay = (make.random(slots, lag + drafts + 1, *record, scale=0.2) for record in records)
     base = torch.zeros(slots, dtype=torch.int64, device=make.device)
     return RingView(conv), ReplayView(make.random(slots, *shape, scale=0.2), key, delta, -decay.abs(), base, lag)
 
@@ -362,7 +362,9 @@ def _gated_delta(make: Maker) -> Iterator[Trial]:
     for parts in (wide,) if make.problem.phase == "prefill" else (((37, 1), (0, 1)), ((5, 3), (64, 2), (0, 3))):
         tokens, rows = sum(width for _, width in parts), rows_of(make, parts)
         qkvz, ba = make.x(tokens, spec.channels + spec.value_width), make.x(tokens, 2 * spec.value_heads)
-        conv, state = _states(make, spec, len(parts) + 1)
+        # Rows of one token alone have a kernel of their own where no step has drafts.
+        drafts = DRAFTS if make.problem.phase == "prefill" else max(width for _, width in parts) - 1
+        conv, state = _states(make, spec, len(parts) + 1, drafts)
         if isinstance(state, ReplayView):  # two records are behind the states, where there are two
             state.base[1:] = (rows.start_t.long() - 2).clamp(min=0)
         tensors = [name for name, value in vars(state).items() if isinstance(value, torch.Tensor) and name != "base"]
