@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offroad.ops import blocks
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.gated import LEAST_4_BIT, MOST
 from offroad.triton_kernels.linear import DENSE_OUTPUTS
@@ -47,4 +48,4 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
     if takes(x.shape[0], x.dtype, weight):
         return fused(x, weight, kind, on=on)
-    return layer.gated_activation(layer.linear("gate_up", x))
+    return blocks.gated_linear(x, layer)
