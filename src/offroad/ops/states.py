@@ -41,7 +41,11 @@ def _choose(spec: ModelSpec, device: DeviceProfile, settings: Settings, dtypes: 
         if settings.batch_invariant:
             return "rows", 0, ("recurrent states: written at every token, since --batch-invariant asks for its bits",)
         lag = max(LAG, k + 1)
-        return "replay", lag, (f"recurrent states: read at every token, written at every {LAG}th: records between",)
+        return (
+            "replay",
+            lag,
+            (f"recurrent states: read at every step, written when more than {lag} records might be behind",),
+        )
     slots, budget = settings.max_num_seqs + 1, int(device.memory * settings.memory_utilization)
     rows = slots * k * sum(bytes_of.row_bytes(i, dtypes) for i in rings(spec) if i.records)
     if not rows:
