@@ -159,7 +159,11 @@ def _graphs(graphs: GraphPlan) -> str:
     if not graphs.rows:
         return f"none: {graphs.reason}"
     rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
-    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
+    sizes = f" of up to {', '.join(map(str, graphs.chunks))} tokens" if graphs.chunks else f": none, {graphs.eager}"
+    return (
+        f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB with those of one "
+        f"chunk{sizes}"
+    )
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -340,7 +344,7 @@ def plan(
     cells = _resolved(spec, headers, resolver, dtypes, block)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k, drafter is not None and drafter.tapped)
     divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes, cells)
     values: dict[str, Any] = dict(
         model=name,
