@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from offroad.device.profile import DeviceProfile
+from offroad.errors import PlanError
 from offroad.models.spec import ModelSpec
-from offroad.ops.budget import live_width
+from offroad.ops.budget import Budget, live_width
 from offroad.ops.cells import Cell, Choice
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # and every 32 from there on
 # Tokens of a chunk: tiles of linears are 16, 32 or 64 of them, and from 512 on weights are dequantised for a GEMM.
-CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512)
+CHUNKS = (16, 32, 64, 128, 256, 384, 512)
+ENOUGH = 0.9  # of the context that fits without graphs of chunks: with less they are left out
 # What the driver keeps for the nodes of one graph of a few hundred launches; an estimate, which the engine compares
 # with what capturing took.
 GRAPH_BYTES = 16 * 2**20
@@ -25,7 +28,7 @@ class GraphPlan:
     one chunk alone, up to each number of `chunks` tokens.
 
     Empty `rows`: none are, for `reason`; empty `chunks`: steps of a chunk are eager, for `eager`. `nbytes` is an
-    estimate of their memory."""
+    estimate of their memory, `chunk_bytes` those of chunks alone."""
 
     rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
@@ -33,6 +36,19 @@ class GraphPlan:
     nbytes: int = 0
     chunks: tuple[int, ...] = ()
     eager: str = ""
+    chunk_bytes: int = 0
+
+    def describe(self) -> str:
+        """A line for a person."""
+        if not self.rows:
+            return f"none: {self.reason}"
+        rows, widths, chunks = (", ".join(map(str, values)) for values in (self.rows, self.widths, self.chunks))
+        alone = f"a chunk of up to {chunks} tokens" if chunks else f"of a chunk none: {self.eager}"
+        return f"steps of up to {rows} rows of {widths} tokens, {alone}; about {self.nbytes / 1024**2:.0f} MiB"
+
+    def without_chunks(self, eager: str) -> GraphPlan:
+        """The same with steps of a chunk eager, for a reason."""
+        return replace(self, nbytes=self.nbytes - self.chunk_bytes, chunks=(), eager=eager, chunk_bytes=0)
 
 
 def plan_graphs(
@@ -61,7 +77,22 @@ def plan_graphs(
     if eager:
         return GraphPlan(rows, widths, "", nbytes, eager=eager)
     chunks = chunk_sizes(min(settings.max_num_batched_tokens, settings.max_model_len or spec.max_len))
-    return GraphPlan(rows, widths, "", nbytes + _chunk_bytes(spec, cells, chunks), chunks)
+    more = _chunk_bytes(spec, cells, chunks)
+    return GraphPlan(rows, widths, "", nbytes + more, chunks, chunk_bytes=more)
+
+
+def fitted(graphs: GraphPlan, divide: Callable[[int], Budget]) -> tuple[GraphPlan, Budget]:
+    """The graphs that memory has room for, and what `divide` makes of it beside their bytes: those of chunks are left
+    out where a context would be much shorter for them. Raises PlanError where even then nothing fits."""
+    if not graphs.chunks:
+        return graphs, divide(graphs.nbytes)
+    bare = graphs.without_chunks("their memory goes to the context")
+    without = divide(bare.nbytes)
+    try:
+        found = divide(graphs.nbytes)
+    except PlanError:
+        return bare, without
+    return (graphs, found) if found.max_len >= ENOUGH * without.max_len else (bare, without)
 
 
 def _host(cells: dict[Cell, Choice], registry: Registry, phase: str) -> str:
