@@ -24,6 +24,7 @@ from offroad.weights.dummy import DummySource  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, presence_penalty=0.4)
 LENGTHS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 200)
@@ -47,7 +48,7 @@ def counted(graphs: ChunkGraphs) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}, {"speculative_config": '{"method": "ngram"}'}])
+@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}, {"speculative_config": DRAFTS}])
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4_e"])
 def test_one_prompt_after_the_other_gives_the_tokens_of_eager_steps(family: str, more: dict, tmp_path: Path):
     write_tiny(family, tmp_path)

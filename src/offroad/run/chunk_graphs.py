@@ -1,9 +1,11 @@
 """Steps of one chunk as CUDA graphs: what a short prompt, or the tail of one behind a prefix hit, waits for.
 
 Eager, such a step takes the host several times as long as the device. A graph is made for a number of tokens, its size,
-and a step takes the smallest that holds its chunk. Grids, tiles and GEMMs are those of an eager step of the size, and so
-are a token's numbers: linears that do otherwise from a number of rows on (round activations, dequantise weights) do so
-for every chunk of a size that has as many. The chunk's width lies on the device. Tokens behind it are dead: they have ids and positions that exist, each is computed
+and a step takes the smallest that holds its chunk. Grids, tiles and GEMMs are those of an eager step of the size, and
+so are a token's numbers: linears that do otherwise from a number of rows on (dequantise weights, round activations) do
+so for every chunk of a size that has as many.
+
+The chunk's width lies on the device. Tokens behind it are dead: they have ids and positions that exist, each is computed
 from itself alone, no kernel stores their rows, states or columns, and no token attends to them.
 
 The last token's logits are computed whether or not they are asked for. The best token is stored at the new length if
