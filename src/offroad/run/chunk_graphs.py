@@ -5,8 +5,8 @@ and a step takes the smallest that holds its chunk. Grids, tiles and GEMMs are t
 so are a token's numbers: linears that do otherwise from a number of rows on (dequantise weights, round activations) do
 so for every chunk of a size that has as many.
 
-The chunk's width lies on the device. Tokens behind it are dead: they have ids and positions that exist, each is computed
-from itself alone, no kernel stores their rows, states or columns, and no token attends to them.
+The chunk's width lies on the device. Tokens behind it are dead: they have ids and positions that exist, each is
+computed from itself alone, no kernel stores their rows, states or columns, and no token attends to them.
 
 The last token's logits are computed whether or not they are asked for. The best token is stored at the new length if
 they are, and otherwise in slot 0, the bin: what follows a chunk in the middle of a prompt is known.
