@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "cpu"), str(Path(__file__).parent)]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "cpu"), str(TESTS / "cpu/speculate"), str(TESTS / "gpu")]
+from mtp_files import with_drafter  # noqa: E402
 from test_real_shapes import CONFIGS, generate  # noqa: E402
 from tiny_models import write_tiny  # noqa: E402
 
@@ -24,7 +26,8 @@ from offroad.weights.dummy import DummySource  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+MTP = '{"method": "mtp", "num_speculative_tokens": 2}'
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, presence_penalty=0.4)
 LENGTHS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 200)
@@ -48,13 +51,30 @@ def counted(graphs: ChunkGraphs) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}, {"speculative_config": DRAFTS}])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5", "qwen3_5_moe", "gemma3", "gemma4_e"])
-def test_one_prompt_after_the_other_gives_the_tokens_of_eager_steps(family: str, more: dict, tmp_path: Path):
-    write_tiny(family, tmp_path)
+CASES = {
+    "llama": ("llama", {}),
+    "gemma3": ("gemma3", {}),
+    "gemma4_e, drafts": ("gemma4_e", dict(speculative_config=NGRAM)),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5, invariant": ("qwen3_5", dict(batch_invariant=True)),
+    "qwen3_5, a drafter that eats all states": ("qwen3_5", dict(speculative_config=MTP)),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_one_prompt_after_the_other_gives_the_tokens_of_eager_steps(name: str, tmp_path: Path):
+    family, more = CASES[name]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tiny(family, folder)
+    if more.get("speculative_config") == MTP:
+        with_drafter(folder, tmp_path / "mtp", family)
+        folder = tmp_path / "mtp"
     settings = dict(device="cuda", dtype="float32", max_num_seqs=3, max_num_batched_tokens=128, allow_reference=True)
     settings |= dict(memory_utilization=0.2) | more
-    eager, graphed = LLM(str(tmp_path), **settings, enforce_eager=True), LLM(str(tmp_path), **settings)
+    eager, graphed = LLM(str(folder), **settings, enforce_eager=True), LLM(str(folder), **settings)
     if graphed.engine.runner.chunk_graphs is None:
         pytest.skip(f"no graphs: {graphed.engine.plan.graphs.describe()}")
     seen = counted(graphed.engine.runner.chunk_graphs)

@@ -52,16 +52,10 @@ class GraphPlan:
 
 
 def plan_graphs(
-    spec: ModelSpec,
-    cells: dict[Cell, Choice],
-    registry: Registry,
-    device: DeviceProfile,
-    settings: Settings,
-    k: int,
-    tapped: bool = False,
+    spec: ModelSpec, cells: dict[Cell, Choice], registry: Registry, device: DeviceProfile, settings: Settings, k: int
 ) -> GraphPlan:
     """The graphs of a plan. Of verify rows all sizes, or none if one decode kernel reads lengths on the host; of chunks
-    likewise by those of prefill, and none where a drafter eats all hidden states (`tapped`)."""
+    likewise by those of prefill."""
     if device.kind != "cuda":
         return GraphPlan()
     if settings.enforce_eager:
@@ -73,8 +67,7 @@ def plan_graphs(
     wide = max(linear.n for layer in spec.layers for linear in layer.linears if not linear.experts)
     each = 4 * (3 * spec.vocab + 2 * wide + 6 * spec.hidden)
     nbytes = len(rows) * len(widths) * GRAPH_BYTES + tokens * each
-    eager = "the drafter takes the hidden states of all tokens" if tapped else _host(cells, registry, "prefill")
-    if eager:
+    if eager := _host(cells, registry, "prefill"):
         return GraphPlan(rows, widths, "", nbytes, eager=eager)
     chunks = chunk_sizes(min(settings.max_num_batched_tokens, settings.max_model_len or spec.max_len))
     more = _chunk_bytes(spec, cells, chunks)
@@ -104,13 +97,14 @@ def _host(cells: dict[Cell, Choice], registry: Registry, phase: str) -> str:
 
 
 def _chunk_bytes(spec: ModelSpec, cells: dict[Cell, Choice], chunks: tuple[int, ...]) -> int:
-    """The largest chunk's activations, what its neediest kernel takes beside them, logits, and the graphs."""
+    """The largest chunk's activations and its hidden states for drafters, what its neediest kernel takes beside them,
+    logits, and the graphs."""
     taken = [
         choice.temporary * chunks[-1] // choice.problem.load.tokens
         for choice in cells.values()
         if choice.problem.load.tokens
     ]
-    step = 4 * (chunks[-1] * live_width(spec) + 3 * spec.vocab) + max(taken, default=0)
+    step = 4 * (chunks[-1] * (live_width(spec) + spec.hidden) + 3 * spec.vocab) + max(taken, default=0)
     return len(chunks) * GRAPH_BYTES + step
 
 

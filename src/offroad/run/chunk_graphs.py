@@ -35,12 +35,13 @@ class ChunkGraphs:
     def __init__(self, sizes: tuple[int, ...], model: Model, ops: Ops, arrays: Arrays, recorder: Recorder) -> None:
         """Captures every size, the largest first: later ones fit into its memory. `ops` are those of prefill. Raises
         OffroadError where a kernel cannot be captured."""
-        assert not arrays.tapped, "a drafter that eats all hidden states has no graphs of chunks"
         self.model, self.ops, self.arrays = model, ops, arrays
         device, largest = arrays.device, max(sizes)
         self.numbers = Mirror(packed_offsets(_layout(largest))[1], device)
         self.ids = torch.zeros(largest, dtype=torch.int64, device=device)
+        self.every = torch.arange(largest, device=device)
         self.answers = torch.zeros(1, dtype=torch.int64, device=device)
+        self.states: torch.Tensor | None = None  # of all tokens, where a drafter eats them, else as `hidden`
         self.hidden: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
         free = free_bytes(device)
@@ -73,7 +74,7 @@ class _Graph:
     def __init__(self, graphs: ChunkGraphs, size: int, recorder: Recorder) -> None:
         self.all, self.size = graphs, size
         self.host, there, self.nbytes = graphs.numbers.views(_layout(size))
-        positions, self.places, wanted, self.following, slot_t, start_t, width_t, offset_t, last_t = there
+        positions, self.places, self.last, self.following, slot_t, start_t, width_t, offset_t, last_t = there
         device, (slot, start, width, offset, last) = graphs.arrays.device, self.host[4:]
         one = np.ones(1, np.int32)
         alone = Rows(
@@ -105,10 +106,11 @@ class _Graph:
             width_t=width_t,
             offset_t=offset_t,
             verify=0,
-            wanted=wanted,
+            wanted=graphs.every[:size] if graphs.arrays.tapped else self.last,
             wanted_width=one,
+            scored=self.last if graphs.arrays.tapped else None,
             streams=positions.expand(3, -1) if graphs.arrays.streams else None,
-            narrowed=alone,
+            narrowed=None if graphs.arrays.tapped else alone,
         )
         self._fill(0, 0, 1, False)  # a token of the bin
         self.replay = captured(recorder, self._body, f"a chunk of {size} tokens")
@@ -131,11 +133,16 @@ class _Graph:
         graphs = self.all
         known = graphs.arrays.tokens.view(-1)
         torch.take(known, self.places, out=self.rows.ids)
-        hidden = graphs.model.forward(self.rows, graphs.ops)
+        states = graphs.model.forward(self.rows, graphs.ops)
         graphs.arrays.settle(self.rows)
+        hidden = states if self.rows.scored is None else states[self.rows.scored]
         logits = graphs.ops.logits(hidden)
-        if graphs.hidden is None or graphs.logits is None:  # in the first run, before anything is captured
+        if graphs.states is None or graphs.hidden is None or graphs.logits is None:
+            # In the first run, before anything is captured.
+            most = len(graphs.ids) if graphs.arrays.tapped else 1
+            graphs.states = states.new_empty((most, states.shape[1]))
             graphs.hidden, graphs.logits = torch.empty_like(hidden), torch.empty_like(logits)
+        graphs.states[: len(states)].copy_(states)
         graphs.hidden.copy_(hidden)
         graphs.logits.copy_(logits)
         best, answers = judged(hidden, logits)
@@ -146,6 +153,7 @@ class _Graph:
         self._fill(slot, start, width, samples)
         self.replay()
         graphs, full, live = self.all, self.rows, slice(int(samples))
+        assert graphs.states is not None
         assert graphs.hidden is not None
         assert graphs.logits is not None
         # As the runner and drafters read them: copies, since the graph's own are overwritten.
@@ -162,9 +170,11 @@ class _Graph:
             width_t=full.width_t,
             offset_t=full.offset_t,
             verify=0,
-            wanted=full.wanted[live],
+            wanted=full.wanted[:width] if graphs.arrays.tapped else full.wanted[live],
             wanted_width=np.full(1, samples, np.int32),
+            scored=None if full.scored is None else full.scored[live],
             streams=None if full.streams is None else full.streams[:, :width],
         )
         hidden = graphs.hidden[live]
-        return Forward(rows, graphs.ops, hidden, hidden, graphs.logits[live], graphs.answers, live, True)
+        states = graphs.states[:width] if graphs.arrays.tapped else hidden
+        return Forward(rows, graphs.ops, states, hidden, graphs.logits[live], graphs.answers, live, True)
