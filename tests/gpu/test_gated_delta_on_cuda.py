@@ -48,6 +48,14 @@ def test_cuts_rounds_and_mixed_steps(spec, dtype: str, lag: int):
         pair.step(verify=[(1, 199, 1)], chunks=[(3, 2, 1), (2, 64, 200)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", [*ODD, QWEN_27B, QWEN_35B], ids=str)
+def test_many_rows_of_one_token(spec, dtype: str):
+    pair = Pair(spec, dtype, device="cuda", slots=36, lag=8)
+    pair.step(chunks=[(slot, 0, 3 + slot) for slot in range(35)])
+    pair.rounds((1,), [3 + slot for slot in range(35)] + [0], 10)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("spec", [QWEN_27B, QWEN_35B], ids=str)
 def test_a_long_prompt(spec, dtype: str):

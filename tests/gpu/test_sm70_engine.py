@@ -64,7 +64,7 @@ def test_small_models_as_the_cpu_reference(family: str):
     engine = engine_of(CONFIGS[family], "v100-32gb", max_num_batched_tokens=256)
     assert not [name for name in engine.plan.kernels() if name.startswith("triton.") or "reference" in name]
     assert "run on" in engine.info.device
-    compare(engine, reference, PROMPTS, 12)
+    compare(engine, reference, CONFIGS[family], PROMPTS, 12)
     engine.check()
 
 

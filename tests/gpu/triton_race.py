@@ -70,14 +70,20 @@ def run_attention(phase: str) -> int:
 
 
 def run_delta() -> int:
-    """A prompt, a step with drafts and a second chunk, of heads of real sizes and of odd ones."""
+    """A prompt, a step with drafts and a second chunk, of heads of real sizes and of odd ones, over rows of states and
+    over records."""
     launches = 0
     for spec in (spec_of(1, 3, 128, 128), spec_of(2, 2, 32, 64), spec_of(1, 1, 6, 40)):
-        for k in (0, 3):
-            pair = Pair(spec, "bfloat16", k, "cuda")
-            for verify, chunks in (([], [(1, 0, 70), (3, 0, 5)]), ([(1, 70, k + 1), (3, 5, 1)], [(2, 0, 66)])):
+        for k, lag in ((0, 0), (3, 0), (0, 8), (3, 8)):
+            pair = Pair(spec, "bfloat16", k, "cuda", lag=lag)
+            steps = [([], [(1, 0, 70), (3, 0, 5)]), ([(1, 70, k + 1), (3, 5, 1)], [(2, 0, 66)])]
+            if lag:  # tokens until states are folded, and a chunk behind records
+                steps += [([(1, 71 + i, 1), (2, 66 + i, 1)], []) for i in range(lag + 1)] + [([], [(2, 75, 3)])]
+            for verify, chunks in steps:
                 rows = rows_of([*verify, *chunks], len(verify), "cuda")
                 out = pair.kernel(*pair.inputs(rows.tokens), *pair.rings, rows, spec, pair.weights, EPS)
+                if lag:
+                    pair.settle(rows)
                 said(f"gated_delta, {spec.key_dim} x {spec.value_dim}, {k} drafts, {len(verify)} verify rows", out)
                 launches += 1
     return launches

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from offroad.models.spec import AttentionSpec, GatedDeltaSpec, RopeSpec
-from offroad.ops.budget import LAG
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import packers
 from offroad.ops.rope import rope_table
 from offroad.ops.spec import Bound, Problem
+from offroad.ops.states import LAG
 from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed
 from offroad.quant.scheme import FLOATS, fused_group, layout_of, to_dense, widen
 from offroad.run.rows import PagedView, ReplayView, RingView, Rows

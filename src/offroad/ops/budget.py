@@ -19,7 +19,6 @@ from offroad.models.spec import (
     ScalePlane,
     SparseMlaSpec,
     SparsePaged,
-    Store,
 )
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
 from offroad.quant.packed import group_of
@@ -29,8 +28,6 @@ from offroad.weights.source import Headers
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
-ROWS_SHARE = 1 / 32  # of the budget: the most that states for drafts may take
-LAG = 8  # records behind a state on a GPU: as many bytes are read for more of them as are written for fewer
 _KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
 SAMPLER_BYTES = 100 * 1024**2  # sorted logits and noise: see `sample.sampler`
 LIBRARY_BYTES = 2 * 32 * 1024**2  # torch's GEMMs keep as much for each stream: that of steps, and that of captures
@@ -139,7 +136,8 @@ def _paged(spec: ModelSpec, window: bool) -> list[Paged]:
     ]
 
 
-def _rings(spec: ModelSpec) -> list[Ring]:
+def rings(spec: ModelSpec) -> list[Ring]:
+    """Those of all layers."""
     return [item for layer in spec.layers for _, item in layer.items if isinstance(item, Ring)]
 
 
@@ -162,41 +160,13 @@ def block_bytes(spec: ModelSpec, dtypes: Dtypes, block: int) -> tuple[int, int]:
 def state_bytes(spec: ModelSpec, dtypes: Dtypes, k: int) -> int:
     """Bytes of one slot's rings, with the records of those that are replayed."""
     return sum(
-        row_bytes(i, dtypes) * i.capacity(k) + plane_bytes(i.records, dtypes) * i.replayed(k) for i in _rings(spec)
+        row_bytes(i, dtypes) * i.capacity(k) + plane_bytes(i.records, dtypes) * i.replayed(k) for i in rings(spec)
     )
-
-
-def choose_store(
-    spec: ModelSpec, device: DeviceProfile, settings: Settings, dtypes: Dtypes, k: int
-) -> tuple[Store, int, tuple[str, ...]]:
-    """How recurrent states are kept, how many records may be behind one, and notes.
-
-    On a GPU a step's time is that of its bytes, so a state is read at every token and written at every LAG-th; not if
-    batch-invariant, for how many records there are, and so how sums are taken, is a matter of what drafts there were.
-    On a CPU there is a row for each draft, unless those of all slots would take more of the budget than ROWS_SHARE:
-    then a state is written at every step, and the step's tokens are replayed. Without drafts one row is all.
-    """
-    if not any(ring.records for ring in _rings(spec)):
-        return "rows", 0, ()
-    if device.kind == "cuda":
-        if settings.batch_invariant:
-            return "rows", 0, ("recurrent states: written at every token, since --batch-invariant asks for its bits",)
-        lag = max(LAG, k + 1)
-        return "replay", lag, (f"recurrent states: read at every token, written at every {LAG}th: records between",)
-    slots, budget = settings.max_num_seqs + 1, int(device.memory * settings.memory_utilization)
-    rows = slots * k * sum(row_bytes(i, dtypes) for i in _rings(spec) if i.records)
-    if not rows:
-        return "rows", 0, ()
-    store: Store = "replay" if rows > budget * ROWS_SHARE else "rows"
-    size = f"states for {k} drafts in {slots} slots would take {rows / 1024**2:,.0f} MiB"
-    limit = f"{budget * ROWS_SHARE / 1024**2:,.0f} MiB, {ROWS_SHARE:.1%} of the budget"
-    kept = "one is kept and tokens are replayed" if store == "replay" else "rows are kept"
-    return store, k + 1 if store == "replay" else 0, (f"recurrent states: {kept}, since {size} (the limit is {limit})",)
 
 
 def checkpoint_bytes(spec: ModelSpec, dtypes: Dtypes) -> int:
     """Bytes of one checkpoint: the rows of every ring that a resume needs."""
-    return sum(row_bytes(i, dtypes) * i.resume for i in _rings(spec))
+    return sum(row_bytes(i, dtypes) * i.resume for i in rings(spec))
 
 
 def window_keep(spec: ModelSpec) -> int:

@@ -23,6 +23,7 @@ from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_grou
 from offroad.ops.invariant import invariant_notes
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
 from offroad.ops.spec import Load, Registry
+from offroad.ops.states import kept_states
 from offroad.settings import Settings
 from offroad.speculate.config import Speculation, chosen, drafting, speculation
 from offroad.weights.source import Headers
@@ -324,10 +325,7 @@ def plan(
         settings.max_num_seqs, k + 1, min(settings.max_num_batched_tokens, length * settings.max_num_seqs), length
     )
     resolver = Resolver(registry, device, settings, load)
-    store, lag, store_notes = bytes_of.choose_store(spec, device, settings, dtypes, k)
-    if store == "replay" and not _replays(spec, headers, resolver, dtypes, block):
-        store, lag = "rows", 0
-        store_notes = (f"recurrent states: a row a token, since no kernel of {device.name} replays records",)
+    store, lag, store_notes = kept_states(spec, headers, resolver, settings, dtypes, block, k)
     spec = spec.storing(store, lag)
     notes += invariant_notes(settings, block, k)
     cells = _resolved(spec, headers, resolver, dtypes, block)
@@ -365,21 +363,6 @@ def plan(
         notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
-
-
-def _replays(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dtypes, block: int) -> bool:
-    """Whether every layer with a replayed state has a kernel, that is no reference unless rows have one too."""
-
-    def kernels(store: Store) -> list[str]:
-        found = groups(spec.storing(store), headers, dtypes.activation, dtypes.kv, block)
-        states = [group for group in found if group.cells[0][1].op == "gated_delta"]
-        return [choice.kernel for group in states for choice in resolver.resolve(group).values()]
-
-    def plain(names: list[str]) -> bool:
-        return any(name and resolver.registry.kernels[name].reference for name in names)
-
-    replay = kernels("replay")
-    return all(replay) and (plain(kernels("rows")) or not plain(replay))
 
 
 def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> str:

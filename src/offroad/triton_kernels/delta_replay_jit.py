@@ -6,8 +6,8 @@ the decays of n records, and g = exp(G_n) e^decay, a token's `S_p^T k` is
 
     g S^T k + e^decay sum_i exp(G_n - G_i) (key_i . k) delta_i
 
-so records cost products of vectors, and no later state is made until records are folded. Rows of several tokens, and
-those that fold, make the state in registers first, by the recurrence itself.
+so records cost products of vectors, and no later state is made until records are folded, by the recurrence itself.
+Where rows may have several tokens, those that have make the state in registers first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels.compile import Variant
-from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output
+from offroad.triton_kernels.delta_token_jit import (
+    store_token_columns,
+    token_inputs,
+    token_output,
+)
 from offroad.triton_kernels.dependent import launching, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
 
@@ -112,6 +116,78 @@ def replay_kernel(
         token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
 
 
+@triton.jit
+def _two_sums(x, y, axis: tl.constexpr):
+    """Sums of both over an axis, whose threads meet once for the two."""
+    return tl.split(tl.sum(tl.join(x, y), axis=axis))
+
+
+@triton.jit(do_not_specialize_on_alignment=LISTS)
+def single_kernel(
+    qkvz, ba, ring, states, keys, deltas, decays, bases, slots, starts, widths, offsets, taps, a_log, dt_bias, norm,
+    out, stride, ba_stride, ring_slot, ring_stride, capacity, state_slot, eps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
+    SILU: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAG: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (r, h): the one token of row r in value head h, where no step has rows of more. Loads that wait for
+    nothing but the row's numbers come first; a state that is folded is so behind the token, which does not need it."""
+    wait_turn(PDL)
+    row, head = tl.program_id(0), tl.program_id(1)
+    width = tl.load(widths + row)
+    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
+    offset = tl.load(offsets + row).to(tl.int64)
+    if width == 0:
+        return
+    CAPACITY: tl.constexpr = LAG + 1
+    KEYS: tl.constexpr = HEADS // GROUP * DK
+    key, value, record = tl.arange(0, K), tl.arange(0, V), tl.arange(0, R)
+    live_key, live_value = key < DK, value < DV
+    inner = key[:, None] * DV + value[None]
+    live = live_key[:, None] & live_value[None]
+    states += slot * state_slot + head * (DK * DV)
+    state = tl.load(states + inner, mask=live, other=0.0).to(tl.float32)
+    base = tl.load(bases + slot)
+    ring += slot * ring_slot
+    keys += slot * (CAPACITY * KEYS) + head // GROUP * DK
+    deltas += slot * (CAPACITY * HEADS * DV) + head * DV
+    decays += slot * (CAPACITY * HEADS) + head
+    count = (start - base).to(tl.int32)
+    known = record < count
+    at, place = (base + record) % CAPACITY, start % CAPACITY
+    decay = tl.load(decays + at * HEADS, mask=known, other=0.0)
+    key_of = tl.load(keys + at[:, None] * KEYS + key[None], mask=known[:, None] & live_key[None], other=0.0)
+    q, k, v, beta, step = token_inputs(
+        qkvz, ba, ring, taps, a_log, dt_bias, 0, offset, start, stride, ba_stride, ring_stride, capacity, head,
+        HEADS, GROUP, DK, DV, BACK, K, V,
+    )  # fmt: skip
+    total = tl.sum(decay, axis=0) + step
+    left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
+    near_k, near_q = _two_sums(key_of * k[None], key_of * q[None], 1)
+    old_k, old_q = _two_sums(state * k[:, None], state * q[:, None], 0)
+    delta_at = deltas + at[:, None] * (HEADS * DV) + value[None]
+    delta_of = tl.load(delta_at, mask=known[:, None] & live_value[None], other=0.0)
+    new_k, new_q = _two_sums((near_k * left)[:, None] * delta_of, (near_q * left)[:, None] * delta_of, 0)
+    further = tl.exp(total)
+    # What lies there before the first fold may be anything: it is replaced, not multiplied by zero.
+    delta = (v - new_k - tl.where(base > 0, old_k * further, 0.0)) * beta
+    y = new_q + tl.where(base > 0, old_q * further, 0.0) + tl.sum(q * k, axis=0) * delta
+    tl.store(keys + place * KEYS + key, k, mask=live_key & (head % GROUP == 0))
+    tl.store(deltas + place * (HEADS * DV) + value, delta, mask=live_value)
+    tl.store(decays + place * HEADS, step)
+    store_token_columns(qkvz, ring, 0, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V)
+    token_output(y, qkvz, norm, out, offset, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
+    if count == LAG:
+        state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32) * tl.exp(total - step)
+        later = total - step
+        for i in tl.range(0, LAG, loop_unroll_factor=4):
+            from_here = (base + i) % CAPACITY
+            later -= tl.load(decays + from_here * HEADS)
+            k = tl.load(keys + from_here * KEYS + key, mask=live_key, other=0.0) * tl.exp(later)
+            delta = tl.load(deltas + from_here * (HEADS * DV) + value, mask=live_value, other=0.0)
+            state += k[:, None] * delta[None]
+        tl.store(states + inner, state.to(states.dtype.element_ty), mask=live)
+
+
 @triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
 def fold_kernel(
     states, keys, deltas, decays, bases, slots, starts, first, state_slot,
@@ -182,12 +258,17 @@ def verify(
     """Writes the verify rows' part of `out`, their records and their columns."""
     ring, widest = conv.data, view.capacity - view.lag
     heads, group, dk, dv, k, v = _sizes(view)
-    replay_kernel[(rows.verify, heads)](
+    tensors = (
         qkvz, ba, ring, *_records(view), rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, weights.conv,
-        weights.a_log, weights.dt_bias, weights.norm, out, qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1),
-        conv.capacity, view.state.stride(0), eps, heads, group, dk, dv, spec.kernel - 1, spec.gate == "silu", k, v,
-        view.lag, widest, triton.next_power_of_2(view.lag), num_warps=4, **launching(qkvz.shape[0]),
+        weights.a_log, weights.dt_bias, weights.norm, out,
     )  # fmt: skip
+    strides = qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), conv.capacity, view.state.stride(0)
+    sizes = heads, group, dk, dv, spec.kernel - 1, spec.gate == "silu", k, v, view.lag
+    records, options = triton.next_power_of_2(view.lag), launching(qkvz.shape[0])
+    if widest > 1:
+        replay_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, widest, records, num_warps=4, **options)
+        return
+    single_kernel[(rows.verify, heads)](*tensors, *strides, eps, *sizes, records, num_warps=4, **options)
 
 
 def fold_chunks(view: ReplayView, rows: Rows) -> RingView:
@@ -232,9 +313,10 @@ def variants() -> Iterator[Variant]:
             **more,
         )
 
-    for drafts in (0, 3):
-        step = sizes | {"BACK": 3, "SILU": True, "LAG": 8, "WIDEST": 1 + drafts, "R": 8}
-        for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
-            label = f"replayed step, {drafts} drafts"
-            yield variant(label, replay_kernel, step, archs=archs, hot=90 in archs)
+    step = sizes | {"BACK": 3, "SILU": True, "LAG": 8, "R": 8}
+    for archs in ((90, 100, 120), (80,)):  # the latter spills some registers where it folds, at every eighth token
+        yield variant("token", single_kernel, step, archs=archs, hot=90 in archs)
+    for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
+        more = {"WIDEST": 4}
+        yield variant("replayed step, 3 drafts", replay_kernel, step | more, archs=archs, hot=90 in archs)
     yield variant("fold", fold_kernel, sizes | {"CAPACITY": 9}, archs=(90,), hot=False)

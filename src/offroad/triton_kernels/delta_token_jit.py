@@ -26,29 +26,53 @@ def _column(
 
 
 @triton.jit
+def token_keys(
+    qkvz, ring, taps, t, offset, start, stride, ring_stride, capacity, head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BACK: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """(q [K], k [K]) of token t of a row in value head `head`, fp32 and of unit length, q divided by sqrt(DK)."""
+    key = tl.arange(0, K)
+    live = key < DK
+    q_at = head // GROUP * DK + key
+    k_at = HEADS // GROUP * DK + q_at
+    q = _column(qkvz, ring, taps, q_at, live, t, offset, start, stride, ring_stride, capacity, BACK)
+    k = _column(qkvz, ring, taps, k_at, live, t, offset, start, stride, ring_stride, capacity, BACK)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
+    return q, k
+
+
+@triton.jit
+def token_value(
+    qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """(v [V], beta, log of the decay) of token t of a row in value head `head`, fp32."""
+    value = tl.arange(0, V)
+    v_at = 2 * (HEADS // GROUP * DK) + head * DV + value
+    v = _column(qkvz, ring, taps, v_at, value < DV, t, offset, start, stride, ring_stride, capacity, BACK)
+    gates = ba + (offset + t) * ba_stride + head
+    beta = tl.sigmoid(tl.load(gates).to(tl.float32))
+    x = tl.load(gates + HEADS).to(tl.float32) + tl.load(dt_bias + head)
+    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return v, beta, -tl.exp(tl.load(a_log + head)) * softplus
+
+
+@triton.jit
 def token_inputs(
     qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BACK: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """(q [K], k [K], v [V], beta, log of the decay) of token t of a row in value head `head`, fp32: q and k of unit
-    length, q divided by sqrt(DK)."""
-    key, value = tl.arange(0, K), tl.arange(0, V)
-    live_key, live_value = key < DK, value < DV
-    width_of_keys: tl.constexpr = HEADS // GROUP * DK
-    q_at = head // GROUP * DK + key
-    k_at = width_of_keys + q_at
-    v_at = 2 * width_of_keys + head * DV + value
-    q = _column(qkvz, ring, taps, q_at, live_key, t, offset, start, stride, ring_stride, capacity, BACK)
-    k = _column(qkvz, ring, taps, k_at, live_key, t, offset, start, stride, ring_stride, capacity, BACK)
-    v = _column(qkvz, ring, taps, v_at, live_value, t, offset, start, stride, ring_stride, capacity, BACK)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-    gates = ba + (offset + t) * ba_stride + head
-    beta = tl.sigmoid(tl.load(gates).to(tl.float32))
-    x = tl.load(gates + HEADS).to(tl.float32) + tl.load(dt_bias + head)
-    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-    return q, k, v, beta, -tl.exp(tl.load(a_log + head)) * softplus
+    """What `token_keys` and `token_value` give."""
+    q, k = token_keys(
+        qkvz, ring, taps, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, BACK, K
+    )
+    v, beta, step = token_value(
+        qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
+        HEADS, GROUP, DK, DV, BACK, V,
+    )  # fmt: skip
+    return q, k, v, beta, step
 
 
 @triton.jit

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from offroad.quant.packed import Packed
-from offroad.triton_kernels.gated import MOST
+from offroad.triton_kernels.gated import LEAST_4_BIT, MOST
 from offroad.triton_kernels.linear import DENSE_OUTPUTS
+from offroad.triton_kernels.linear_pack import Records
 from offroad.triton_kernels.linear_run import DENSE_TOKENS, Card, Tile, card, launch, stored, tile
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 def takes(rows: int, dtype: torch.dtype, weight: Packed) -> bool:
     """Whether `fused` is for so many rows: where `linear_run.run` would launch its kernel too."""
-    if "w" not in weight.tensors:
-        return 0 < rows <= MOST
+    if isinstance(weight, Records):
+        return (LEAST_4_BIT if weight.kind in ("int4", "e2m1") else 1) <= rows <= MOST
     dense = dtype != torch.float32 and weight.tensors["w"].is_contiguous() and weight.n <= DENSE_OUTPUTS
     return dense and 0 < rows <= DENSE_TOKENS
 

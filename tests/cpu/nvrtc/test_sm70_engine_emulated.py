@@ -47,7 +47,7 @@ def test_models_by_a_v100_s_plan_as_the_cpu_reference(family: str, request, monk
     kernels = engine.plan.kernels()
     assert {"cuda.sm70_attention", "cuda.sm70_linear"} <= set(kernels)
     assert not [name for name in kernels if name.startswith("triton.") or "reference" in name]
-    compare(engine, reference, [PROMPT, PROMPT[3:9]], 3)
+    compare(engine, reference, CONFIGS[family], [PROMPT, PROMPT[3:9]], 3)
     long = [*PROMPT, *PROMPT, *PROMPT]  # of which the first chunk wants nothing
     assert answers(engine, [long], 2) == answers(reference, [long], 2)
 

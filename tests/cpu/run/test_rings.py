@@ -14,7 +14,7 @@ from offroad import LLM, SamplingParams
 from offroad.engine import make_plan
 from offroad.models.registry import resolve_source
 from offroad.models.spec import Store
-from offroad.ops import budget
+from offroad.ops import states
 from offroad.ops.cells import Cell
 from offroad.ops.registry import default_registry, packers
 from offroad.run.arrays import Arrays
@@ -202,7 +202,7 @@ def test_a_capture_in_the_middle_of_a_verify_step(tiny, store: Store, accepted: 
 @pytest.mark.parametrize("share", [0, 1])
 def test_a_slot_takes_the_bytes_that_the_plan_says(tiny, share: int, monkeypatch):
     """Beside the carry of no drafter there are conv columns and states: as rows, or one and records."""
-    monkeypatch.setattr(budget, "ROWS_SHARE", share)
+    monkeypatch.setattr(states, "ROWS_SHARE", share)
     for k in (0, 1, 4):
         drafts = f'{{"method": "ngram", "num_speculative_tokens": {k}}}' if k else ""
         llm = LLM(str(tiny("qwen3_5")[0]), device="cpu", dtype="float32", max_num_seqs=3, speculative_config=drafts)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from engine_runs import engine_of, small_engine
 
-from offroad.ops import budget
+from offroad.ops import states
 from offroad.run.arrays import Arrays
 from offroad.run.rows import PagedView, ReplayView, RingView
 from offroad.sample.params import SamplingParams
@@ -179,7 +179,7 @@ class Play:
         sizes = dict(threads=1, speculative_config=drafts_of(method, k)) | sizes
         settings = dict(max_model_len=MAX_LEN, checkpoint_interval=192) | sizes
         with pytest.MonkeyPatch.context() as patch, bug():
-            patch.setattr(budget, "ROWS_SHARE", 0 if replay else 1)
+            patch.setattr(states, "ROWS_SHARE", 0 if replay else 1)
             self.engine = small_engine(truth.folder, **settings)
         self.arrays, self.told = self.engine.runner.arrays, {}
         self.replayed = any(isinstance(view, ReplayView) for view, _ in self.arrays.checkpoints)

@@ -15,7 +15,7 @@ import offroad.engine as engine_module
 import offroad.speculate.attach as attach_module
 from offroad import SamplingParams
 from offroad.errors import ModelError, PlanError
-from offroad.ops import budget
+from offroad.ops import states
 from offroad.speculate.draft_model import DraftModelProposer
 from offroad.weights.safetensors_source import SafetensorsSource
 from offroad.weights.source import Stored
@@ -245,7 +245,7 @@ def test_a_drafter_that_does_not_fit_is_refused(tiny, tmp_path):
 
 @pytest.mark.parametrize("store", ["rows", "replay"])
 def test_a_recurrent_drafter_of_a_model_whose_states_are_replayed(store, tiny, alike, plain, monkeypatch):
-    monkeypatch.setattr(budget, "ROWS_SHARE", 0 if store == "replay" else 1)
+    monkeypatch.setattr(states, "ROWS_SHARE", 0 if store == "replay" else 1)
     llm = engine(tiny("qwen3_5")[0], "draft_model", alike("qwen3_5"), 3)
     spoil(llm)
     assert llm.engine.plan.store == store

@@ -18,7 +18,7 @@ from offroad import LLM
 from offroad.engine import Engine
 from offroad.errors import SettingsError
 from offroad.evidence.engine_bench import BenchSettings
-from offroad.ops import budget
+from offroad.ops import states
 from offroad.ops.capture import GraphPlan
 from offroad.run.graphs import Graphs
 from offroad.run.rows import ReplayView
@@ -133,7 +133,7 @@ def test_steps_are_those_of_any_drafter(tiny, monkeypatch, family, replay):
     """Widths, accepted lengths and tokens as decided beforehand; what the caches hold in the end is what a run without
     drafts over the same tokens leaves."""
     folder, _ = tiny(family)
-    monkeypatch.setattr(budget, "ROWS_SHARE", 0 if replay else 1)
+    monkeypatch.setattr(states, "ROWS_SHARE", 0 if replay else 1)
     watched = Watched(measured(folder, config()))
     arrays = watched.engine.runner.arrays
     assert any(isinstance(view, ReplayView) for view, _ in arrays.checkpoints) == replay

@@ -10,7 +10,7 @@ import pytest
 from tiny_models import HYBRIDS
 
 from offroad import LLM, SamplingParams
-from offroad.ops import budget
+from offroad.ops import states
 from offroad.speculate import ngram
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -57,7 +57,7 @@ def oracle(known_answers: list[list[int]], seed: int) -> Callable:
 @pytest.mark.parametrize("family", ["llama", "gemma3", *HYBRIDS, "qwen3_5, replayed"])
 def test_drafts_do_not_change_answers(family: str, tiny, monkeypatch):
     family, _, replayed = family.partition(", ")
-    monkeypatch.setattr(budget, "ROWS_SHARE", 0 if replayed else 1)
+    monkeypatch.setattr(states, "ROWS_SHARE", 0 if replayed else 1)
     folder, _ = tiny(family)
     plain = engine(folder, drafts=False)
     for params in (GREEDY, SAMPLED, STOPPED):

@@ -99,16 +99,20 @@ class Pair:
             self._close(mine, theirs)
         assert torch.equal(self.rings[0].data.nan_to_num(-77), self.reference[0].data.nan_to_num(-77))
         if self.lag:
-            self._settle(rows)
+            self.settle(rows)
+            self._checkpoints(rows)
         return found
 
-    def _settle(self, rows: Rows) -> None:
-        """As `Arrays.settle`; then the kernel of checkpoints gives the states that the reference replays."""
+    def settle(self, rows: Rows) -> None:
+        """As `Arrays.settle`."""
         slots, start = rows.slot_t.long(), rows.start_t.long()
         for _, view in (self.reference, self.rings):
             base = torch.where(view.folds(slots, start), start, view.base[slots])
             base[rows.verify :] = (start + rows.width_t)[rows.verify :]
             view.base[slots] = base
+
+    def _checkpoints(self, rows: Rows) -> None:
+        """The kernel of checkpoints gives the states that the reference replays."""
         state_at = import_module("offroad.triton_kernels.delta_replay_jit").state_at
         for slot, first, width in zip(rows.slot.tolist(), rows.start.tolist(), rows.width.tolist(), strict=True):
             if width:

@@ -38,6 +38,14 @@ def test_rounds_of_verification_with_rejected_tokens(k: int, lag: int, count: in
     pair.rounds(range(1, k + 2), (1, 0, 70), count)
 
 
+@pytest.mark.parametrize(("group", "count"), [(1, 5), (3, 5)])
+def test_many_rows_of_one_token(group: int, count: int):
+    """Value heads share the records of their key head: one of them stores those."""
+    pair = Pair(spec_of(1, group, 16, 8), "bfloat16", lag=3)
+    pair.step(chunks=[(slot, 0, 3 + slot) for slot in range(3)])
+    pair.rounds((1,), (3, 4, 5, 0), count)
+
+
 def test_a_chunk_begins_behind_records():
     pair = Pair(spec_of(1, 2, 16, 16), k=1, lag=8)
     pair.step(chunks=[(1, 0, 5)])

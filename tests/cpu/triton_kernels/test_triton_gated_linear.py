@@ -110,13 +110,13 @@ def layer_of(mine: Packed, kind: str, calls: list[str]) -> LayerOps:
 
 @pytest.mark.parametrize("layout", ["affine4", "fp8", "dense"])
 def test_more_tokens_go_through_both_kernels(layout: str):
-    """Up to what is said one kernel, then those of the plan's two cells; no token, nothing to do."""
+    """From and up to what is said one kernel, else those of the plan's two cells; no token, nothing to do."""
     weight, mine = made(layout, 64, 256, 128, True)
     dtype = torch.float16 if layout == "dense" else torch.float32
     mine = replace(mine, tensors={"w": mine.tensors["w"].half()}) if layout == "dense" else mine
     most, calls = (16 if layout == "dense" else 64), []
     layer, x = layer_of(mine, "gelu_tanh", calls), torch.randn(most + 1, 256).to(dtype)
-    for rows, two in ((1, False), (most, False), (most + 1, True), (0, True)):
+    for rows, two in ((1, layout == "affine4"), (17, layout == "dense"), (most, False), (most + 1, True), (0, True)):
         calls.clear()
         found = gated_linear(x[:rows], layer, on=CARD)
         assert found.shape == (rows, 64)
