@@ -4,6 +4,7 @@ for every length around a size's end, dead tokens that change nothing, and what 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from offroad import LLM, SamplingParams
 from offroad.errors import OffroadError
+from offroad.ops.capture import GraphPlan
 from offroad.run.chunk_graphs import ChunkGraphs
 
 SIZES = (4, 16, 48)
@@ -219,3 +221,17 @@ def test_narrowed_rows_are_what_rows_of_the_step_would_be(tiny):
     for name in ("slot", "start", "width", "offset", "wanted_width"):
         assert getattr(narrowed, name).tolist() == getattr(plain, name).tolist(), name
     assert narrowed.verify == plain.verify == 1
+
+
+def test_a_runner_makes_what_the_plan_says_with_one_recorder(tiny):
+    """One recorder is one pool of memory. Then a prompt and its answer are replays alone."""
+    folder, _ = tiny("llama")
+    llm = LLM(str(folder), device="cpu", dtype="float32", max_num_seqs=2)
+    expected = answers(llm, [prompt(20)], GREEDY)
+    llm.engine.reset_prefix_cache()
+    runner, bodies, calls = llm.engine.runner, [], []
+    runner.plan = replace(runner.plan, graphs=GraphPlan((1, 2), (1,), "", chunks=(16, 32)))
+    runner._capture(lambda body: bodies.append(body) or (lambda: (calls.append(body), body())))
+    assert len(bodies) == 4
+    assert answers(llm, [prompt(20)], GREEDY) == expected
+    assert [bodies.index(body) for body in calls] == [0, 3, 3, 3]  # 32 tokens, then single ones of one row
