@@ -391,4 +391,7 @@ def _route(make: Maker) -> Iterator[Trial]:
     experts, top_k = make.sizes["experts"], make.sizes["top_k"]
     scale = make.random(experts, scale=0.2).add_(1) if make.has("expert_scale") else None
     for tokens in make.counts():
-        yield _plain(f"{tokens} x {top_k} of {experts}", make.x(tokens, experts), top_k, scale, out=tuple)
+        # No two of a token are equal: which of equal ones is chosen is nobody's promise.
+        order = make.random(tokens, experts).argsort(dim=1)
+        logits = ((order - experts // 2) / 16).to(make.dtype)
+        yield _plain(f"{tokens} x {top_k} of {experts}", logits, top_k, scale, out=tuple)

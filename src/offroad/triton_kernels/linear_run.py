@@ -42,13 +42,15 @@ class Card:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program owns: outputs, tokens, the share of k; and how it is compiled."""
+    """What a program owns: outputs, tokens, the share of k; and how it is compiled. `registers`: the most a thread
+    may take, None for as many as it wants."""
 
     n: int
     m: int
     split: int
     warps: int = 4
     stages: int = 4
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def launch(
         PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
         num_warps=at.warps,
+        maxnreg=at.registers,
         **launching(rows),
     )
 
