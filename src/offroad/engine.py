@@ -164,7 +164,9 @@ class Engine:
             f"weights {m.weights / gib:.2f} GiB, KV {m.kv / gib:.2f} GiB ({(m.history_blocks - 1) * p.block:,} tokens)"
         )
         if (graphs := self.runner.graphs) is not None:
-            memory += f", graphs {graphs.nbytes / gib:.2f} GiB (planned {p.graphs.nbytes / gib:.2f})"
+            chunks = self.runner.chunk_graphs
+            nbytes = graphs.nbytes + (chunks.nbytes if chunks is not None else 0)
+            memory += f", graphs {nbytes / gib:.2f} GiB (planned {p.graphs.nbytes / gib:.2f})"
         return EngineInfo(
             model=p.model,
             family=p.family,

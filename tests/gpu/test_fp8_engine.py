@@ -52,6 +52,7 @@ def answer(engine: Engine, prompt: list[int], count: int = 8) -> list[int]:
 def behind_layers(engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
     """The residual stream behind each layer, fp32."""
     seen: dict[int, list[torch.Tensor]] = {}
+    engine.runner.chunk_graphs = None  # they call what they have captured
     engine.runner.ops = {
         phase: replace(ops, observe=lambda layer, residual: seen.setdefault(layer, []).append(residual.float()))
         for phase, ops in engine.runner.ops.items()

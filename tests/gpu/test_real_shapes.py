@@ -92,6 +92,7 @@ def generate(engine: Engine, prompt: list[int], count: int) -> list[int]:
 def layer_outputs(engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
     """The residual stream behind each layer, fp32 on the CPU; behind the last one that of the last token."""
     seen: dict[int, list[torch.Tensor]] = {}
+    engine.runner.chunk_graphs = None  # they call what they have captured
     engine.runner.ops = {
         phase: replace(ops, observe=lambda layer, residual: seen.setdefault(layer, []).append(residual.float().cpu()))
         for phase, ops in engine.runner.ops.items()

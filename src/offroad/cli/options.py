@@ -66,7 +66,7 @@ FLAGS: dict[str, Flag] = {
         "OP=NAME",
     ),
     "allow_reference": Flag("speed", "Allow slow reference kernels on a GPU."),
-    "enforce_eager": Flag("speed", "Make no CUDA graphs of decode steps."),
+    "enforce_eager": Flag("speed", "Make no CUDA graphs of steps."),
     "batch_invariant": Flag("speed", "Make a request's tokens independent of what runs beside it; slower on GPUs."),
     "threads": Flag("speed", "CPU threads; 0: all cores.", "N"),
     "speculative_config": Flag("speed", 'Drafts, e.g. {"method": "ngram", "num_speculative_tokens": 4}.', "JSON"),

@@ -139,8 +139,9 @@ def _drain(engine: Engine) -> None:
 
 def _one_step(engine: Engine, runner: Runner) -> dict[str, Any]:
     """One step of the engine with its ops timed."""
-    plain, graphs, timer = runner.ops, runner.graphs, clock(runner.device)
-    runner.ops, runner.graphs = {phase: timer.ops(ops) for phase, ops in plain.items()}, None
+    plain, graphs, timer = runner.ops, (runner.graphs, runner.chunk_graphs), clock(runner.device)
+    runner.ops = {phase: timer.ops(ops) for phase, ops in plain.items()}
+    runner.graphs = runner.chunk_graphs = None
     if runner.device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda._sleep(_SLEEP)
@@ -149,7 +150,7 @@ def _one_step(engine: Engine, runner: Runner) -> dict[str, Any]:
         if runner.device.type == "cuda":
             torch.cuda.synchronize()
     finally:
-        runner.ops, runner.graphs = plain, graphs
+        runner.ops, (runner.graphs, runner.chunk_graphs) = plain, graphs
     totals = timer.totals()
     total = sum(seconds for _, seconds in totals.values())
     ordered = sorted(totals.items(), key=lambda entry: -entry[1][1])

@@ -250,15 +250,9 @@ class Budget:
 def workspace_of(
     spec: ModelSpec, device: DeviceProfile, settings: Settings, cells: dict[Cell, Choice] | None = None
 ) -> Workspace:
-    """What a step takes: the residual stream, the widest fused projection, the experts' outputs as they are summed, and
-    the logits; of kernels what the neediest asks for, since they run in turn."""
-    widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
-    widths += [linear.n for linear in spec.linears if linear.op == "linear"]
-    widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
-    summed = max((3 * spec.hidden * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
-    streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
-    wide = (3 + streams) * spec.hidden + max(2 * max(widths), summed)
-    activations = 4 * (settings.max_num_batched_tokens * wide + settings.max_num_seqs * spec.vocab * 3)
+    """What a step takes: its tokens' activations and the logits; of kernels what the neediest asks for, since they run
+    in turn."""
+    activations = 4 * (settings.max_num_batched_tokens * live_width(spec) + settings.max_num_seqs * spec.vocab * 3)
     choices = list((cells or {}).values())
     keeper = max(choices, key=lambda choice: choice.workspace, default=None)
     taker = max(choices, key=lambda choice: choice.temporary, default=None)
@@ -271,6 +265,17 @@ def workspace_of(
         taker.kernel if taker else "",
         cuda * LIBRARY_BYTES,
     )
+
+
+def live_width(spec: ModelSpec) -> int:
+    """Numbers of a token that live at once: the residual stream, the widest fused projection, and the experts' outputs
+    as they are summed."""
+    widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
+    widths += [linear.n for linear in spec.linears if linear.op == "linear"]
+    widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
+    summed = max((3 * spec.hidden * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
+    streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
+    return (3 + streams) * spec.hidden + max(2 * max(widths), summed)
 
 
 def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:

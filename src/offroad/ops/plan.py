@@ -18,7 +18,7 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec, Store
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
-from offroad.ops.capture import GraphPlan, plan_graphs
+from offroad.ops.capture import GraphPlan, fitted, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.invariant import invariant_notes
 from offroad.ops.roofline import CONTEXT, Roofline, roofline
@@ -89,7 +89,7 @@ class Plan:
             f"dtype           {self.dtype}, kv cache {self.kv_dtype}, block {self.block}, chunk {self.chunk}, "
             f"depth {self.depth}",
             *([_drafts(self.drafter)] if self.drafter else []),
-            *([f"graphs          {_graphs(self.graphs)}"] if self.device.kind == "cuda" else []),
+            *([f"graphs          {self.graphs.describe()}"] if self.device.kind == "cuda" else []),
             f"kv cache        {self.kv_bytes_per_token:,} B a token growing, {self.window_bytes:,} B of windows and "
             f"{self.state_bytes:,} B of state a sequence",
             f"memory          weights {m.weights / mib:.0f} MiB | "
@@ -154,13 +154,6 @@ def _drafts(drafter: Speculation) -> str:
     pay = ", as many as pay" if drafter.auto else ""
     rate = "" if drafter.acceptance is None else f", accepted at a rate of {drafter.acceptance}: answers mean nothing"
     return f"drafts          {drafter.method}, up to {drafter.tokens} a step{pay}{rate}"
-
-
-def _graphs(graphs: GraphPlan) -> str:
-    if not graphs.rows:
-        return f"none: {graphs.reason}"
-    rows, widths = (", ".join(map(str, values)) for values in (graphs.rows, graphs.widths))
-    return f"steps of up to {rows} rows of {widths} tokens, about {graphs.nbytes / 1024**2:.0f} MiB"
 
 
 def _bound(bound: Roofline | None, sequences: int) -> str:
@@ -339,7 +332,9 @@ def plan(
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
     graphs = plan_graphs(spec, cells, registry, device, settings, k)
-    divided = bytes_of.divide(spec, device, settings, weights, dtypes, block, k, graphs.nbytes, cells)
+    graphs, divided = fitted(
+        graphs, lambda taken: bytes_of.divide(spec, device, settings, weights, dtypes, block, k, taken, cells)
+    )
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,

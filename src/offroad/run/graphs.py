@@ -21,7 +21,7 @@ from offroad.ops.bound import Ops
 from offroad.ops.capture import GraphPlan
 from offroad.run.arrays import Arrays
 from offroad.run.rows import Rows
-from offroad.run.transfer import packed_offsets, view
+from offroad.run.transfer import Mirror, packed_offsets
 from offroad.schedule.step import Kind, Step
 
 Body = Callable[[], None]
@@ -73,22 +73,18 @@ class Graphs:
         cannot be captured."""
         self.model, self.ops, self.arrays, self.sizes = model, ops, arrays, plan.rows
         device, tokens = arrays.device, plan.rows[-1] * plan.widths[-1]
-        self.host = torch.zeros(_nbytes(plan.rows[-1], plan.widths[-1]), dtype=torch.uint8)
-        if device.type == "cuda":
-            self.host = self.host.pin_memory()
-        self.device = torch.zeros(self.host.shape, dtype=torch.uint8, device=device)
-        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.numbers = Mirror(packed_offsets(_layout(plan.rows[-1], plan.widths[-1]))[1], device)
         self.ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.answers = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.hidden: torch.Tensor | None = None
         self.logits: torch.Tensor | None = None
-        free = _free(device)
+        free = free_bytes(device)
         self.graphs = {
             (rows, width): _Graph(self, rows, width, tokens, recorder)
             for width in sorted(plan.widths, reverse=True)
             for rows in sorted(plan.rows, reverse=True)
         }
-        self.nbytes = free - _free(device)
+        self.nbytes = free - free_bytes(device)
 
     def run(self, step: Step) -> Forward | None:
         """The step's forward pass by a graph; None if there is none for it."""
@@ -102,19 +98,8 @@ class Graphs:
         widest = 1 if width.max() == 1 else self.arrays.k + 1
         return self.graphs[size, widest].run(step.slot, self.arrays.length[step.slot], width)
 
-    def upload(self, nbytes: int) -> None:
-        """Copies the first bytes of the step's numbers to the device."""
-        self.device[:nbytes].copy_(self.host[:nbytes], non_blocking=True)
-        if self.copied is not None:
-            self.copied.record()
 
-    def reserve(self) -> None:
-        """Waits until the host's numbers may be overwritten."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes of the device that nobody has; 0 where that is unknown."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
@@ -126,8 +111,24 @@ def _layout(rows: int, width: int) -> tuple[np.ndarray, ...]:
     return (tokens,) * 3 + (np.empty(rows, np.int32),) * 4
 
 
-def _nbytes(rows: int, width: int) -> int:
-    return packed_offsets(_layout(rows, width))[1]
+def captured(recorder: Recorder, body: Body, what: str) -> Body:
+    """What does `body` again. Raises OffroadError, naming `what`, where a kernel cannot be captured."""
+    try:
+        return recorder(body)
+    except RuntimeError as error:
+        raise OffroadError(
+            f"the CUDA graph of {what}",
+            found=str(error),
+            accepted="kernels that do no host work",
+            next="--enforce-eager runs without graphs",
+        ) from error
+
+
+def judged(hidden: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the best token of each row, the same or its complement where a value is not finite), int64 [rows]."""
+    best = logits.argmax(-1)
+    mark = hidden.float().sum(-1) + logits.gather(-1, best[:, None])[:, 0]
+    return best, torch.where(torch.isfinite(mark), best, ~best)
 
 
 class _Graph:
@@ -135,10 +136,7 @@ class _Graph:
 
     def __init__(self, graphs: Graphs, rows: int, width: int, most: int, recorder: Recorder) -> None:
         self.all, self.width, self.tokens = graphs, width, rows * width
-        layout = _layout(rows, width)
-        starts, self.nbytes = packed_offsets(layout)
-        host = [view(graphs.host, array, start).numpy() for array, start in zip(layout, starts, strict=True)]
-        there = [view(graphs.device, array, start) for array, start in zip(layout, starts, strict=True)]
+        host, there, self.nbytes = graphs.numbers.views(_layout(rows, width))
         self.positions, self.places, self.following, self.slot, self.start, self.widths, self.offset = host
         self.here = [tensor.flatten() for tensor in there[:3]]
         device, positions = graphs.arrays.device, self.here[0]
@@ -161,20 +159,12 @@ class _Graph:
             streams=positions.expand(3, -1) if graphs.arrays.streams else None,
         )
         self._fill(*(np.zeros(0, np.int32) for _ in range(3)))
-        try:
-            self.replay = recorder(lambda: self._body(most))
-        except RuntimeError as error:
-            raise OffroadError(
-                f"the CUDA graph of {rows} rows of {width} tokens",
-                found=str(error),
-                accepted="kernels that do no host work",
-                next="--enforce-eager runs without graphs",
-            ) from error
+        self.replay = captured(recorder, lambda: self._body(most), f"{rows} rows of {width} tokens")
 
     def _fill(self, slot: np.ndarray, start: np.ndarray, width: np.ndarray) -> None:
         """Writes the step's numbers for the rows that it has, and empty rows; sends them."""
         graphs, count = self.all, len(slot)
-        graphs.reserve()
+        graphs.numbers.reserve()
         for array, values in ((self.slot, slot), (self.start, start), (self.widths, width)):
             array[:count], array[count:] = values, 0
         columns, steps = graphs.arrays.tokens.shape[1], np.arange(self.width)
@@ -183,7 +173,7 @@ class _Graph:
         first = self.slot[:, None].astype(np.int64) * columns
         np.add(first, self.positions, out=self.places)
         np.add(first, np.minimum(self.positions + 1, columns - 1), out=self.following)
-        graphs.upload(self.nbytes)
+        graphs.numbers.upload(self.nbytes)
 
     def _body(self, most: int) -> None:
         """What is captured. Where there are drafts the runner compares them, and stores tokens, afterwards."""
@@ -199,11 +189,9 @@ class _Graph:
             graphs.logits = logits.new_empty((most, logits.shape[1]))
         graphs.hidden[:count].copy_(hidden)
         graphs.logits[:count].copy_(logits)
-        best = logits.argmax(-1)
+        best, graphs.answers[:count] = judged(hidden, logits)
         if self.width == 1:
             known.put_(following, best)
-        mark = hidden.float().sum(-1) + logits.gather(-1, best[:, None])[:, 0]
-        graphs.answers[:count] = torch.where(torch.isfinite(mark), best, ~best)
 
     def run(self, slot: np.ndarray, start: np.ndarray, width: np.ndarray) -> Forward:
         self._fill(slot, start, width)

@@ -32,6 +32,7 @@ class Rows:
     wanted_width: np.ndarray  # int32 [rows]: how many of each row's last tokens are scored, that is get logits
     scored: torch.Tensor | None = None  # int64: which of the wanted ones those are; None: all
     streams: torch.Tensor | None = None  # int64 [3, tokens]: positions in time, height and width, where a rope has them
+    narrowed: Rows | None = None  # a graph's rows of the wanted tokens, whose numbers are on the device already
 
     @property
     def tokens(self) -> int:
@@ -77,6 +78,9 @@ class Rows:
         """The wanted tokens alone, as verify rows: for layers that store nothing, whose keys are all in pages."""
         if self.verify == len(self.slot) and len(self.wanted) == self.tokens:
             return self
+        if self.narrowed is not None:
+            cut = self._cut(self.wanted)
+            return replace(self.narrowed, ids=cut.ids, positions=cut.positions, streams=cut.streams)
         picked = np.flatnonzero(self.wanted_width)
         width = self.wanted_width[picked]
         start = self.start[picked] + self.width[picked] - width

@@ -18,6 +18,7 @@ from offroad.ops.plan import Plan
 from offroad.ops.spec import Bound
 from offroad.run.arrays import Arrays
 from offroad.run.bind import Bounds
+from offroad.run.chunk_graphs import ChunkGraphs
 from offroad.run.graphs import CudaRecorder, Forward, Graphs, Recorder
 from offroad.run.guides import Guides
 from offroad.run.prompt import score_prompts
@@ -64,6 +65,7 @@ class Runner:
         self.results: deque[Callable[[], StepResult]] = deque()
         self.download = Download(device, plan.depth + 1)
         self.graphs: Graphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         self.compiled = ""
         if uses_triton(plan) and device.type == "cuda":
             proposer = self.drafting.proposer if self.drafting is not None else None
@@ -71,7 +73,14 @@ class Runner:
             parts = Parts(plan, model, self.ops, self.arrays, proposer, plain, spec.vocab)
             self.compiled = prepare_triton(parts, progress)
         if plan.graphs.rows:
-            self.graphs = Graphs(plan.graphs, model, self.ops["decode"], self.arrays, recorder or CudaRecorder())
+            self._capture(recorder or CudaRecorder())
+
+    def _capture(self, recorder: Recorder) -> None:
+        """Makes the plan's graphs, which share the recorder's memory."""
+        found, model, arrays = self.plan.graphs, self.model, self.arrays
+        if found.chunks:
+            self.chunk_graphs = ChunkGraphs(found.chunks, model, self.ops["prefill"], arrays, recorder)
+        self.graphs = Graphs(found, model, self.ops["decode"], arrays, recorder)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -86,6 +95,8 @@ class Runner:
             if self.drafting is not None:
                 self.drafting.start(start)
         ran = self.graphs.run(step) if self.graphs is not None else None
+        if ran is None and self.chunk_graphs is not None:
+            ran = self.chunk_graphs.run(step)
         if ran is None:
             rows = self.arrays.rows(step)
             ops = self.ops["decode" if rows.verify == len(rows.slot) else "prefill"]

@@ -73,6 +73,35 @@ class Download:
         return values
 
 
+class Mirror:
+    """Bytes on the host, and as many at one place on the device, where what is captured finds them."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.host = torch.zeros(nbytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            self.host = self.host.pin_memory()
+        self.device = torch.zeros(self.host.shape, dtype=torch.uint8, device=device)
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def views(self, arrays: tuple[np.ndarray, ...]) -> tuple[list[np.ndarray], list[torch.Tensor], int]:
+        """The first bytes as arrays of these shapes and dtypes: on the host, on the device, and how many bytes."""
+        starts, nbytes = packed_offsets(arrays)
+        pairs = list(zip(arrays, starts, strict=True))
+        host = [view(self.host, array, start).numpy() for array, start in pairs]
+        return host, [view(self.device, array, start) for array, start in pairs], nbytes
+
+    def reserve(self) -> None:
+        """Waits until the host's bytes may be overwritten."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def upload(self, nbytes: int) -> None:
+        """Copies the first bytes to the device."""
+        self.device[:nbytes].copy_(self.host[:nbytes], non_blocking=True)
+        if self.copied is not None:
+            self.copied.record()
+
+
 def packed_offsets(arrays: tuple[np.ndarray, ...]) -> tuple[list[int], int]:
     """Where each array begins in a buffer of bytes, at multiples of 16, and the end."""
     starts, end = [], 0

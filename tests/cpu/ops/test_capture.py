@@ -8,8 +8,9 @@ import pytest
 from real_specs import headers_of, real_spec
 
 from offroad.device.profile import load_profile
-from offroad.ops.budget import block_of
-from offroad.ops.capture import plan_graphs, row_sizes
+from offroad.errors import PlanError
+from offroad.ops.budget import Budget, block_of
+from offroad.ops.capture import GraphPlan, chunk_sizes, fitted, plan_graphs, row_sizes
 from offroad.ops.cells import Resolver, groups
 from offroad.ops.plan import plan
 from offroad.ops.registry import default_registry
@@ -58,6 +59,56 @@ def test_a_plan_has_graphs_if_every_decode_kernel_can_be_captured():
     drafts = make(True, speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
     assert drafts.graphs.widths == (1, 4)
     assert drafts.graphs.nbytes > made.graphs.nbytes
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (16, (16,)), (40, (16, 32, 40)), (512, (16, 32, 64, 128, 256, 384, 512)), (8192, None)],
+)
+def test_sizes_of_chunks_are_no_longer_than_a_step_s(most: int, sizes: tuple | None):
+    assert chunk_sizes(most) == (sizes or (16, 32, 64, 128, 256, 384, 512))
+
+
+def test_a_plan_has_graphs_of_a_chunk_if_every_prefill_kernel_can_be_captured():
+    made, few = make(True), make(True, max_num_batched_tokens=100)
+    assert made.graphs.chunks == (16, 32, 64, 128, 256, 384, 512)
+    assert few.graphs.chunks == (16, 32, 64, 100)
+    assert few.graphs.nbytes < made.graphs.nbytes
+    assert 0 < made.graphs.chunk_bytes < made.graphs.nbytes
+    assert "rows of 1 tokens, a chunk of up to 16, 32, 64, 128, 256, 384, 512 tokens; about" in made.explain()
+
+
+def test_steps_of_a_chunk_are_eager_for_a_reason():
+    device, settings = load_profile("h100-80gb"), Settings.of(model="m", allow_reference=True, max_num_seqs=8)
+    resolver, cells = Resolver(registry(True), device, settings), {}
+    for group in groups(SPEC, headers_of(SPEC), "bfloat16", "bfloat16", block_of(SPEC)):
+        cells |= resolver.resolve(group)
+    host = {
+        cell: replace(choice, kernel="torch.reference_attention")
+        if (cell.op, cell.phase) == ("attention", "prefill")
+        else choice
+        for cell, choice in cells.items()
+    }
+    found = plan_graphs(SPEC, host, default_registry(), device, settings, 0)
+    assert found.rows == plan_graphs(SPEC, cells, registry(True), device, settings, 0).rows
+    assert (found.chunks, found.eager) == ((), "torch.reference_attention (attention) cannot be captured")
+    assert "of a chunk none: torch.reference_attention (attention) cannot be captured; about" in found.describe()
+
+
+@pytest.mark.parametrize(("with_chunks", "kept"), [(1000, True), (900, True), (899, False), (0, False)])
+def test_graphs_of_chunks_give_way_to_the_context(with_chunks: int, kept: bool):
+    graphs = GraphPlan((1,), (1,), "", 300, (16,), chunk_bytes=200)
+
+    def divide(taken: int) -> Budget:
+        if taken == 300 and not with_chunks:
+            raise PlanError("memory", found="none")
+        return Budget(None, with_chunks if taken == 300 else 1000, ())
+
+    found, budget = fitted(graphs, divide)
+    assert found == (graphs if kept else graphs.without_chunks("their memory goes to the context"))
+    assert found.nbytes == (300 if kept else 100)
+    assert budget.max_len == (with_chunks if kept else 1000)
+    assert fitted(found.without_chunks("x"), divide)[1].max_len == 1000
 
 
 def test_a_plan_says_why_there_are_none():

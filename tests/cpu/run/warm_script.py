@@ -19,6 +19,7 @@ from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry, packers
 from offroad.run.bind import prepare
+from offroad.run.chunk_graphs import ChunkGraphs
 from offroad.run.graphs import Graphs
 from offroad.run.runner import Runner
 from offroad.run.warm import Parts, Twins, gather
@@ -134,10 +135,14 @@ def served(plan: Plan, runner: Runner, count: int) -> warm.Launches:
             if runner.drafting is not None:
                 runner.drafting.proposer.rehearse(phase, rows, twins)
     graphs = Graphs(runner.graph_plan, runner.model, runner.ops["decode"], runner.arrays, lambda body: body)
+    alone = ChunkGraphs(runner.graph_plan.chunks, runner.model, runner.ops["prefill"], runner.arrays, lambda body: body)
     with torch.inference_mode(), warm.collect(launches):
         for graph in graphs.graphs.values():
             graph.widths[:] = graph.width  # as on a GPU
             runner.model.forward(Twins()(graph.rows), ops["decode"])
+        for size, graph in alone.graphs.items():
+            graph.rows.width[:] = size  # likewise
+            ops["prefill"].logits(runner.model.forward(Twins()(graph.rows), ops["prefill"]))
     return launches
 
 
