@@ -227,7 +227,7 @@ def w8a8(options: argparse.Namespace) -> None:
                     "unpack": (lambda: linear_fp8.unpack(weight, w, ws), 2 * n * k, 0.0),  # noqa: B023
                     "product": (lambda: linear_fp8.scaled_product(q, qs, w, ws, x.dtype), n * k, 1.0),  # noqa: B023
                     "w8a8, all of it": (lambda: linear_fp8.run(x, weight, from_rows=1), n * k, 1.0),  # noqa: B023
-                    "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight), n * k, 1.0),  # noqa: B023
+                    "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight, card(x.device)), n * k, 1.0),  # noqa: B023
                 }
                 if rows <= 1024:
                     registers = lambda: linear_run.run(x, weight, dense_from=rows + 1)  # noqa: B023, E731

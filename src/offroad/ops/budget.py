@@ -9,7 +9,6 @@ from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import (
     AttentionSpec,
-    HyperLayerSpec,
     Item,
     LinearSpec,
     ModelSpec,
@@ -21,6 +20,7 @@ from offroad.models.spec import (
     SparsePaged,
 )
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice
+from offroad.ops.workspace import Workspace, workspace_of
 from offroad.quant.packed import group_of
 from offroad.quant.scheme import layout_of
 from offroad.settings import Settings
@@ -29,8 +29,6 @@ from offroad.weights.source import Headers
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "uint8": 1}
 ITEMSIZE_OF_KIND = {"f32": 4.0, "bf16": 2.0, "f16": 2.0}
 _KEPT_WINDOWS = 16  # windows that only prefix hits need take at most this part of the memory
-SAMPLER_BYTES = 100 * 1024**2  # sorted logits and noise: see `sample.sampler`
-LIBRARY_BYTES = 2 * 32 * 1024**2  # torch's GEMMs keep as much for each stream: that of steps, and that of captures
 CPU_KV_CAP = 4 * 1024**3  # a default must not take a workstation's whole memory
 
 
@@ -43,32 +41,6 @@ class Dtypes:
 
     def of(self, plane: Plane) -> str:
         return {"activation": self.activation, "kv": self.kv}.get(plane.dtype, plane.dtype)
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Bytes of a step beside weights and caches, and who asks for most: `activations` and what the sampler sorts;
-    `kept` for `keeper`, which kernels share; `temporary`, which `taker` takes for a call; and what libraries keep."""
-
-    activations: int = 0
-    kept: int = 0
-    keeper: str = ""
-    temporary: int = 0
-    taker: str = ""
-    libraries: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.activations + self.kept + self.temporary + self.libraries
-
-    def describe(self) -> str:
-        """The parts for a person."""
-        mib = 1024**2
-        parts = [f"{self.activations / mib:.0f} MiB of activations"]
-        parts += [f"{self.kept / mib:.1f} MiB kept for {self.keeper}"] if self.kept else []
-        parts += [f"{self.temporary / mib:.1f} MiB in calls of {self.taker}"] if self.temporary else []
-        parts += [f"{self.libraries / mib:.0f} MiB of torch's libraries"] if self.libraries else []
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -247,37 +219,6 @@ class Budget:
     notes: tuple[str, ...]
 
 
-def workspace_of(
-    spec: ModelSpec, device: DeviceProfile, settings: Settings, cells: dict[Cell, Choice] | None = None
-) -> Workspace:
-    """What a step takes: its tokens' activations and the logits; of kernels what the neediest asks for, since they run
-    in turn."""
-    activations = 4 * (settings.max_num_batched_tokens * live_width(spec) + settings.max_num_seqs * spec.vocab * 3)
-    choices = list((cells or {}).values())
-    keeper = max(choices, key=lambda choice: choice.workspace, default=None)
-    taker = max(choices, key=lambda choice: choice.temporary, default=None)
-    cuda = device.kind == "cuda"
-    return Workspace(
-        activations + cuda * SAMPLER_BYTES,
-        keeper.workspace if keeper else 0,
-        keeper.kernel if keeper else "",
-        taker.temporary if taker else 0,
-        taker.kernel if taker else "",
-        cuda * LIBRARY_BYTES,
-    )
-
-
-def live_width(spec: ModelSpec) -> int:
-    """Numbers of a token that live at once: the residual stream, the widest fused projection, and the experts' outputs
-    as they are summed."""
-    widths = [linear.n for layer in spec.layers for linear in layer.linears if not linear.experts]
-    widths += [linear.n for linear in spec.linears if linear.op == "linear"]
-    widths += [2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe]
-    summed = max((3 * spec.hidden * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
-    streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
-    return (3 + streams) * spec.hidden + max(2 * max(widths), summed)
-
-
 def _table_bytes(spec: ModelSpec, length: int, slots: int, block: int) -> int:
     """Known tokens (int64) and two block tables (int32) a slot, and angles of each rope (fp32)."""
     ropes = {layer.mixer.rope for layer in spec.layers if isinstance(layer.mixer, AttentionSpec | SparseMlaSpec)}
@@ -332,7 +273,7 @@ def divide(
     if settings.max_model_len > spec.max_len:
         raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
-    workspace = workspace_of(spec, device, settings, cells)
+    workspace = workspace_of(spec, device, settings, ITEMSIZE[dtypes.activation], cells)
     history, window = block_bytes(spec, dtypes, block)
     slots = settings.max_num_seqs + 1  # slot 0 is the bin
     slot, each = state_bytes(spec, dtypes, k), checkpoint_bytes(spec, dtypes)

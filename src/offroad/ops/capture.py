@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
 from offroad.models.spec import ModelSpec
-from offroad.ops.budget import Budget, live_width
+from offroad.ops.budget import ITEMSIZE, Budget
 from offroad.ops.cells import Cell, Choice
 from offroad.ops.spec import Registry
+from offroad.ops.workspace import live
 from offroad.settings import Settings
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # and every 32 from there on
@@ -52,9 +53,15 @@ class GraphPlan:
 
 
 def plan_graphs(
-    spec: ModelSpec, cells: dict[Cell, Choice], registry: Registry, device: DeviceProfile, settings: Settings, k: int
+    spec: ModelSpec,
+    cells: dict[Cell, Choice],
+    registry: Registry,
+    device: DeviceProfile,
+    settings: Settings,
+    k: int,
+    dtype: str,
 ) -> GraphPlan:
-    """The graphs of a plan. Of verify rows all sizes, or none if one decode kernel reads lengths on the host; of chunks
+    """The graphs of a plan whose activations are `dtype`. Of verify rows all sizes, or none if one decode kernel reads lengths on the host; of chunks
     likewise by those of prefill."""
     if device.kind != "cuda":
         return GraphPlan()
@@ -70,7 +77,7 @@ def plan_graphs(
     if eager := _host(cells, registry, "prefill"):
         return GraphPlan(rows, widths, "", nbytes, eager=eager)
     chunks = chunk_sizes(min(settings.max_num_batched_tokens, settings.max_model_len or spec.max_len))
-    more = _chunk_bytes(spec, cells, chunks)
+    more = _chunk_bytes(spec, cells, device, settings, ITEMSIZE[dtype], chunks)
     return GraphPlan(rows, widths, "", nbytes + more, chunks, chunk_bytes=more)
 
 
@@ -96,15 +103,23 @@ def _host(cells: dict[Cell, Choice], registry: Registry, phase: str) -> str:
     return f"{', '.join(host[:3])}{more} cannot be captured" if host else ""
 
 
-def _chunk_bytes(spec: ModelSpec, cells: dict[Cell, Choice], chunks: tuple[int, ...]) -> int:
+def _chunk_bytes(
+    spec: ModelSpec,
+    cells: dict[Cell, Choice],
+    device: DeviceProfile,
+    settings: Settings,
+    itemsize: int,
+    chunks: tuple[int, ...],
+) -> int:
     """The largest chunk's activations and its hidden states for drafters, what its neediest kernel takes beside them,
     logits, and the graphs."""
+    tokens, each = chunks[-1], live(spec, device, settings, itemsize)
     taken = [
-        choice.temporary * chunks[-1] // choice.problem.load.tokens
-        for choice in cells.values()
+        (cell.op, choice.temporary * tokens // choice.problem.load.tokens)
+        for cell, choice in cells.items()
         if choice.problem.load.tokens
     ]
-    step = 4 * (chunks[-1] * (live_width(spec) + spec.hidden) + 3 * spec.vocab) + max(taken, default=0)
+    step = tokens * (each.most + itemsize * spec.hidden) + each.beside(tokens, taken) + 4 * 3 * spec.vocab
     return len(chunks) * GRAPH_BYTES + step
 
 

@@ -331,7 +331,7 @@ def plan(
     cells = _resolved(spec, headers, resolver, dtypes, block)
     packed = bytes_of.packed_bytes(spec, headers, cells, dtype)
     weights = sum(packed.values()) + bytes_of.tensor_bytes(spec)
-    graphs = plan_graphs(spec, cells, registry, device, settings, k)
+    graphs = plan_graphs(spec, cells, registry, device, settings, k, dtype)
     graphs, divided = fitted(
         graphs, lambda taken: bytes_of.divide(spec, device, settings, weights, dtypes, block, k, taken, cells)
     )

@@ -15,7 +15,7 @@ from offroad.quant.packed import FP8_BLOCKS, PER_BYTE, Packed, group_of
 from offroad.quant.scheme import layout_of
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8, dequantised_rows
-from offroad.triton_kernels.memory import DENSE_BYTES, split_bytes
+from offroad.triton_kernels.memory import DENSE_BYTES, dense_bytes, dense_outputs, split_bytes
 
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
@@ -146,7 +146,13 @@ def _bind_embed(device: DeviceProfile, problem: Problem) -> Bound:
 
 def workspace(device: DeviceProfile, problem: Problem) -> int:
     """Parts of sums; dequantised weights where a step has as many tokens that this is done (or the like of them)."""
-    return DENSE_BYTES if problem.load.tokens >= DENSE_FROM or problem.invariant else split_bytes(device.units)
+    if problem.invariant:
+        return DENSE_BYTES
+    if problem.load.tokens < DENSE_FROM:
+        return split_bytes(device.units)
+    n, k, itemsize = problem.size("n"), problem.size("k"), 4 if problem.dtype == "float32" else 2
+    piece = dense_outputs(n, k, itemsize, dense_bytes(device.memory)) * k * itemsize
+    return max(split_bytes(device.units), piece)
 
 
 def _grouped_workspace(device: DeviceProfile, problem: Problem) -> int:

@@ -19,12 +19,13 @@ from offroad.triton_kernels import linear_jit
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear import DENSE_FROM, DENSE_OUTPUTS
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
-from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY
+from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY, dense_bytes, dense_outputs
 
 INTERPRETED = triton.knobs.runtime.interpret
 ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
-ENOUGH_4_BIT = 3.3  # the same for few tokens and 4-bit weights, whose programs have half the bytes to load
-ENOUGH_WIDE = 1.8  # the same for 17 to 64 tokens and 4-bit weights
+# The same of 4-bit weights by the width of a tile. Programs have half the bytes to load, so it takes more; those of 64
+# tokens are bound by products, and parts of sums cost them more.
+ENOUGH_4_BIT = {16: 3.7, 32: 3.6, 64: 1.65}
 ENOUGH_DENSE = 1.9  # the same for few tokens and dense weights
 DENSE_TOKENS = 16  # up to which dense weights are read by the kernel, not by torch's GEMM
 MOST_SPLITS = 16
@@ -34,10 +35,12 @@ WHOLE = 1 << 30  # steps of a group that is all of k
 
 @dataclass(frozen=True)
 class Card:
-    """Streaming multiprocessors, and whether matrix instructions take an operand of 64 rows from registers (wgmma)."""
+    """Streaming multiprocessors, whether matrix instructions take an operand of 64 rows from registers (wgmma), and
+    bytes of dequantised weights at a time."""
 
     sms: int
     wgmma: bool
+    dense: int = DENSE_BYTES
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ def stored(weight: Packed) -> Stored:
 
 
 def splits(programs: int, units: int, wanted: float) -> int:
-    """Parts of k so that there are as many programs as `wanted`: the least number that divides k nearly evenly."""
+    """Parts of k so that there are as many programs as `wanted`: the least number that divides k nearly evenly, or one
+    more, if that divides it wholly and there are not many more for it."""
     best = 1
     for parts in range(1, min(MOST_SPLITS, max(1, units // 2)) + 1):
         if -(-units // parts) * parts > 1.1 * units:
@@ -100,7 +104,8 @@ def splits(programs: int, units: int, wanted: float) -> int:
         best = parts
         if programs * parts >= wanted:
             break
-    return best
+    whole = units % best and best < MOST_SPLITS and units % (best + 1) == 0
+    return best + 1 if whole and programs * (best + 1) <= 1.4 * wanted else best
 
 
 def width(rows: int, dtype: torch.dtype) -> int:
@@ -116,15 +121,14 @@ def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: t
     # 4-bit weights, measured on an H100: tiles of 128 outputs leave some SMs with one more of few programs.
     wide = 128 if whole and (m < 64 or card.wgmma) else 64
     stages = 2 if floats else 3 if m == 64 or four or kind in ("dense", "int8", "e4m3") else 4
-    enough = (
-        ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT if m == 16 else ENOUGH_WIDE
-    )
+    enough = ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT[m]
     return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), enough * card.sms), stages=stages)
 
 
 def card_of(profile: DeviceProfile) -> Card:
     """The card that a plan is for: which tile a launch takes is known without it."""
-    return Card(profile.units, profile.compute_capability is not None and profile.compute_capability[0] == 9)
+    wgmma = profile.compute_capability is not None and profile.compute_capability[0] == 9
+    return Card(profile.units, wgmma, dense_bytes(profile.memory))
 
 
 @cache
@@ -133,7 +137,7 @@ def card(device: torch.device) -> Card:
     if device.type != "cuda":
         return Card(4, True)
     found = torch.cuda.get_device_properties(device)
-    return Card(found.multi_processor_count, found.major == 9)
+    return Card(found.multi_processor_count, found.major == 9, dense_bytes(found.total_memory))
 
 
 def run(
@@ -158,7 +162,7 @@ def run(
         x = x.index_select(1, weight.perm)
     rows = x.shape[0]
     if rows >= dense_from and not invariant and choice is None:
-        return through_dense(x, weight)
+        return through_dense(x, weight, on or card(x.device))
     x = x.contiguous()
     y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
     if rows:
@@ -243,13 +247,13 @@ def launch(
     )
 
 
-def through_dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
+def through_dense(x: torch.Tensor, weight: Packed, on: Card) -> torch.Tensor:
     """Dequantises a piece of the weight in x's dtype, multiplies by torch's GEMM, and so on; x is in its order."""
     it, n, k = stored(weight), weight.n, weight.k
     units = -(-k // BLOCK_K)
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    step = max(1, DENSE_BYTES // (k * x.element_size() * BLOCK_N)) * BLOCK_N
-    buffer = MEMORY.get(x.device, f"dense {x.dtype}", DENSE_BYTES // x.element_size(), x.dtype)
+    step = dense_outputs(n, k, x.element_size(), on.dense)
+    buffer = MEMORY.get(x.device, f"dense {x.dtype}", step * k, x.dtype)
     for first in range(0, n, step):
         last = min(n, first + step)
         piece = buffer[: (last - first) * k].view(last - first, k)

@@ -11,7 +11,7 @@ import logging
 import torch
 
 _log = logging.getLogger(__name__)
-DENSE_BYTES = 64 << 20  # dequantised weights, or parts of sums of many rows, that are in memory at a time
+DENSE_BYTES = 64 << 20  # parts of sums of many rows, or dequantised weights, that any card has room for
 COUNTERS = "arrived"
 
 
@@ -51,6 +51,20 @@ class Memory:
 
 
 MEMORY = Memory()
+
+
+def dense_bytes(memory: int) -> int:
+    """Dequantised weights that are in memory at a time on a card of `memory` bytes. Products of 1,024 tokens by whole
+    weights of Qwen3.5-27B take 5 to 13 % less time on an H100 than by pieces of 64 MiB, of 8,192 tokens 2 to 10 %."""
+    return max(DENSE_BYTES, memory // 256)
+
+
+def dense_outputs(n: int, k: int, itemsize: int, most: int) -> int:
+    """Outputs of one piece of a dequantised weight [n, k], so that pieces are even and have at most `most` bytes."""
+    block = 256 if 256 * k * itemsize <= most else 64
+    blocks, fit = -(-n // block), max(1, most // (block * k * itemsize))
+    pieces = -(-blocks // fit)
+    return -(-blocks // pieces) * block
 
 
 def split_bytes(units: int) -> int:

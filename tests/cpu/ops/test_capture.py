@@ -89,8 +89,8 @@ def test_steps_of_a_chunk_are_eager_for_a_reason():
         else choice
         for cell, choice in cells.items()
     }
-    found = plan_graphs(SPEC, host, default_registry(), device, settings, 0)
-    assert found.rows == plan_graphs(SPEC, cells, registry(True), device, settings, 0).rows
+    found = plan_graphs(SPEC, host, default_registry(), device, settings, 0, "bfloat16")
+    assert found.rows == plan_graphs(SPEC, cells, registry(True), device, settings, 0, "bfloat16").rows
     assert (found.chunks, found.eager) == ((), "torch.reference_attention (attention) cannot be captured")
     assert "of a chunk none: torch.reference_attention (attention) cannot be captured; about" in found.describe()
 
@@ -118,7 +118,7 @@ def test_a_plan_says_why_there_are_none():
     resolver, cells = Resolver(default_registry(), device, settings), {}
     for group in groups(SPEC, headers_of(SPEC), "bfloat16", "bfloat16", block_of(SPEC)):
         cells |= resolver.resolve(group)
-    found = plan_graphs(SPEC, cells, default_registry(), device, settings, 0)
+    found = plan_graphs(SPEC, cells, default_registry(), device, settings, 0, "bfloat16")
     assert found.rows == ()
     assert found.reason == "torch.reference_attention (attention) cannot be captured"
-    assert plan_graphs(SPEC, cells, default_registry(), replace(device, kind="cpu"), settings, 0).rows == ()
+    assert plan_graphs(SPEC, cells, default_registry(), replace(device, kind="cpu"), settings, 0, "bfloat16").rows == ()

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
@@ -23,8 +25,9 @@ from offroad.ops.spec import Problem  # noqa: E402
 from offroad.quant.packed import Packed, dequantise  # noqa: E402
 from offroad.triton_kernels import linear_grouped, linear_pack, linear_run  # noqa: E402
 from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
+from offroad.triton_kernels.linear_pack import BLOCK_N  # noqa: E402
 from offroad.triton_kernels.linear_run import Tile  # noqa: E402
-from offroad.triton_kernels.memory import Memory  # noqa: E402
+from offroad.triton_kernels.memory import Memory, dense_bytes, dense_outputs  # noqa: E402
 
 
 def through(weight: Packed, x: torch.Tensor, **choice) -> torch.Tensor:
@@ -208,8 +211,17 @@ def test_declared_shared_memory_is_enough():
 
 def test_dequantised_in_pieces(monkeypatch):
     """Many rows: the weight goes through memory piece by piece, and each piece has its own columns of the result."""
-    monkeypatch.setattr(linear_run, "DENSE_BYTES", 64 * 256 * 4)
     monkeypatch.setattr(linear_run, "MEMORY", Memory())
     weight = random_weight("affine4", 150, 256, 128, sym=False)
-    x = torch.randn(4, 256)
-    check(through(weight, x, dense_from=1), linear(x, weight))
+    x, small = torch.randn(4, 256), linear_run.Card(4, True, 64 * 256 * 4)
+    check(through(weight, x, dense_from=1, on=small), linear(x, weight))
+
+
+@given(st.integers(1, 400_000), st.sampled_from((128, 2560, 5120, 17408)), st.sampled_from((2, 4)))
+def test_pieces_of_dequantised_weights_fit_and_are_even(n: int, k: int, itemsize: int):
+    most = dense_bytes(80 << 30)
+    piece = dense_outputs(n, k, itemsize, most)
+    assert piece % BLOCK_N == 0
+    assert piece * k * itemsize <= most
+    pieces = -(-n // piece)
+    assert piece <= -(-n // pieces) + 255
