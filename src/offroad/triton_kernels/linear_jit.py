@@ -1,11 +1,12 @@
 """The linear kernel: `y = x w^T` for few rows, weights kept as they are stored, for plain and grouped linears.
 
 Weights are the left operand of `tl.dot` (its rows are outputs, its columns are tokens), so that a few tokens fill the
-narrow side of a matrix instruction, and nothing is wasted on padding of the wide one. A program owns `BN` outputs, `BM`
-tokens and every `SPLIT`-th part of k. Partial sums of a split go to memory in fp32; the program that comes last adds
-them in the order of the parts, so the result does not depend on who that is.
+narrow side of a matrix instruction, and nothing is wasted on padding of the wide one. A tile is `BN` outputs and `BM`
+tokens. Programs have equal shares of all tiles' steps of k, each a run of steps from somewhere in a tile to somewhere
+in the same or a later one; so all that fit on the GPU work for as long. Where a tile has several programs, their sums
+go to memory in fp32, and the one that comes last adds them in order, so the result does not depend on who that is.
 
-With `GATE`, `y = act(gate) * up` of a weight whose first half is the gate's: half of a program's outputs are the gate's
+With `GATE`, `y = act(gate) * up` of a weight whose first half is the gate's: half of a tile's outputs are the gate's
 and half are the same ones of up. So the loop is that of the linear, and so is every sum.
 """
 
@@ -85,83 +86,37 @@ def _words(pn, half, units, NT: tl.constexpr, WORDS: tl.constexpr, GATE: tl.cons
         return tl.where(i < SIDE, gate, up) + (j // WORDS) * (units * WORDS) + j % WORDS
 
 
-@triton.jit(do_not_specialize=["rows", "units", "per", "per_token"])  # one kernel for every batch
-def linear(
-    x,
-    w,
-    s,
-    m,
-    row_scale,
-    bias,
-    y,
-    partial,
-    arrived,
-    ids,
-    owner,
-    rows,
-    n,
-    k,
-    units,
-    per,
-    s_group,
-    per_token,
-    KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
-    FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
-    GROUP_UNITS: tl.constexpr,  # steps that share a scale, where FOLD is 1
-    E4M3_SCALES: tl.constexpr,
-    HAS_M: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GROUPED: tl.constexpr,
-    GATE: tl.constexpr,  # "": y is the product; "silu", "gelu_tanh": n / 2 columns, act(gate) * up
-    EVEN: tl.constexpr,  # n % BN == 0 (by rows) and k % 128 == 0 and units % per == 0
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    PER: tl.constexpr,  # per, in the interpreter; else 0
+@triton.jit
+def _product(
+    x, w, s, m, xk, first_row, pn, n, k, units, s_group, begin, end,
+    KIND: tl.constexpr, FOLD: tl.constexpr, GROUP_UNITS: tl.constexpr, E4M3_SCALES: tl.constexpr, HAS_M: tl.constexpr,
+    GATE: tl.constexpr, EVEN: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr,
-    PDL: tl.constexpr,
-):
+):  # fmt: skip
+    """fp32 [BN, BM]: steps [begin, end) of k of tile pn; xk are offsets of tokens' rows and whether they are there."""
     DTYPE: tl.constexpr = x.dtype.element_ty
     DENSE: tl.constexpr = KIND == "dense"
     WORDS: tl.constexpr = 1024 if (KIND == "int4") or (KIND == "e2m1") else 2048  # of a record: 64 outputs by 128 k
     NT: tl.constexpr = BN // 64
-    pn, ps, pm = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rn = pn * BN + tl.arange(0, BN)
-    if GATE != "":
-        at = tl.arange(0, BN)  # in 64 bits, so that all rows of a thread have addresses from one base
-        rn = (pn * (BN // 2)).to(tl.int64) + at % (BN // 2) + tl.where(at < BN // 2, 0, (n // 2).to(tl.int64))
-    rm = pm * BM + tl.arange(0, BM)
-    first_row = tl.cast(0, tl.int64)  # of the weight
-    wait_turn(PDL)
-    if GROUPED:
-        expert = tl.load(owner + pm)
-        if expert < 0:
-            return
-        first_row = expert.to(tl.int64) * n
-        rm = tl.load(ids + rm)
-    ok = rm < rows
-    source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
+    source, ok = xk
+    rn = _outputs(pn, n, GATE, BN)
     kk = tl.arange(0, BK)
-    first = ps * per
     xp = x + source.to(tl.int64)[None, :] * k + kk[:, None]
     if not DENSE:
         wp = w + first_row // 64 * units * WORDS + _words(pn, n // 2, units, NT, WORDS, GATE)
-    else:
-        wp = w + (first_row + rn.to(tl.int64))[:, None] * k + kk[None, :]
-    if not DENSE:
         if FOLD > 1:
             sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
         else:
             sn = first_row + rn.to(tl.int64)
-    if not DENSE:  # read one step ahead: Triton prefetches only what a product reads as it is
-        sc = _scales(s, sn, first, units, s_group, GROUP_UNITS, FOLD)
+        # Read one step ahead: Triton prefetches only what a product reads as it is.
+        sc = _scales(s, sn, begin, units, s_group, GROUP_UNITS, FOLD)
         if HAS_M:
-            mc = _scales(m, sn, first, units, s_group, GROUP_UNITS, FOLD)
+            mc = _scales(m, sn, begin, units, s_group, GROUP_UNITS, FOLD)
+    else:
+        wp = w + (first_row + rn.to(tl.int64))[:, None] * k + kk[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
-    for j in tl.range(0, PER if PER > 0 else per, num_stages=STAGES):
-        unit = first + j
+    for j in tl.range(0, end - begin, num_stages=STAGES):
+        unit = begin + j
         if not DENSE:
             sc_next = _scales(s, sn, unit + 1, units, s_group, GROUP_UNITS, FOLD)
             if HAS_M:
@@ -170,7 +125,6 @@ def linear(
             xt = tl.load(xp + unit * BK, mask=ok[None, :], other=0.0)
         else:
             xt = tl.load(xp + unit * BK, mask=ok[None, :] & (unit * BK + kk < k)[:, None], other=0.0)
-            unit = tl.minimum(unit, units - 1)  # past the end x is 0
         if not DENSE:
             wt = _fragments(tl.load(wp + unit * WORDS), NT, BN, KIND, DTYPE, ASM)
         elif EVEN:
@@ -198,32 +152,120 @@ def linear(
             sc = sc_next
             if HAS_M:
                 mc = mc_next
-    keep = (rn < n)[:, None] & ok[None, :]
-    out = rm.to(tl.int64)[None, :] * n + rn[:, None]
-    if SPLIT > 1:
-        size = tl.cast(rows, tl.int64) * n
-        tl.store(partial + ps * size + out, acc, mask=keep)
-        tl.debug_barrier()  # this program's stores before its arrival
-        place = arrived + pm * tl.num_programs(0) + pn
-        if tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
-            return
-        acc = tl.load(partial + out, mask=keep, other=0.0, cache_modifier=".cg")
-        for part in range(1, SPLIT):
-            acc += tl.load(partial + part * size + out, mask=keep, other=0.0, cache_modifier=".cg")
-        tl.atomic_xchg(place, 0)  # ready for the next launch
+    return acc
+
+
+@triton.jit
+def _outputs(pn, n, GATE: tl.constexpr, BN: tl.constexpr):
+    """Outputs of tile pn, [BN]; with GATE in 64 bits, so that all rows of a thread have addresses from one base."""
+    at = tl.arange(0, BN)
+    if GATE == "":
+        return pn * BN + at
+    else:
+        return (pn * (BN // 2)).to(tl.int64) + at % (BN // 2) + tl.where(at < BN // 2, 0, (n // 2).to(tl.int64))
+
+
+@triton.jit
+def _finish(
+    acc, y, row_scale, bias, rm, ok, first_row, pn, n, HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GATE: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile's results."""
+    rn = _outputs(pn, n, GATE, BN)
     if HAS_ROW_SCALE:
         acc *= tl.load(row_scale + first_row + rn, mask=rn < n, other=0.0)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + rn, mask=rn < n, other=0.0).to(tl.float32)[:, None]
     if GATE == "":
-        tl.store(y + out, acc.to(y.dtype.element_ty), mask=keep)
+        out = rm.to(tl.int64)[None, :] * n + rn[:, None]
+        tl.store(y + out, acc.to(y.dtype.element_ty), mask=(rn < n)[:, None] & ok[None, :])
     else:  # rounded as what a linear stores and an activation reads
         sides = tl.permute(tl.reshape(acc.to(y.dtype.element_ty), (2, BN // 2, BM)), (1, 2, 0))
         gate, up = tl.split(sides)
         value = gated(gate.to(tl.float32), up.to(tl.float32), GATE == "silu")
-        rn = pn * (BN // 2) + tl.arange(0, BN // 2)
-        out = rm.to(tl.int64)[None, :] * (n // 2) + rn[:, None]
-        tl.store(y + out, value.to(y.dtype.element_ty), mask=(rn < n // 2)[:, None] & ok[None, :])
+        half = pn * (BN // 2) + tl.arange(0, BN // 2)
+        out = rm.to(tl.int64)[None, :] * (n // 2) + half[:, None]
+        tl.store(y + out, value.to(y.dtype.element_ty), mask=(half < n // 2)[:, None] & ok[None, :])
+
+
+@triton.jit
+def _share(program, total, programs):
+    """The first step of a program's share of `total`."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)
+
+
+@triton.jit
+def _holder(step, total, programs):
+    """The program whose share holds a step."""
+    return (((step + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def _place(partial, program, pn, total, units, sums, BN: tl.constexpr, BM: tl.constexpr):
+    """Where a program's sum of tile pn lies. It has places for `sums`: two tiles at most that it shares, its first and
+    its last, or one."""
+    first = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + program
+    second = (pn != _share(program, total, tl.num_programs(0)) // units).to(tl.int64)
+    at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    return partial + (sums * first + second) * (BN * BM) + at
+
+
+@triton.jit(do_not_specialize=["rows", "units", "tiles", "sums", "per_token"])  # one kernel for every batch
+def linear(
+    x, w, s, m, row_scale, bias, y, partial, arrived, ids, owner, rows, n, k, units, tiles, sums, s_group, per_token,
+    KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
+    FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
+    GROUP_UNITS: tl.constexpr,  # steps that share a scale, where FOLD is 1
+    E4M3_SCALES: tl.constexpr, HAS_M: tl.constexpr, HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GATE: tl.constexpr,  # "": y is the product; "silu", "gelu_tanh": n / 2 columns, act(gate) * up
+    EVEN: tl.constexpr,  # n % BN == 0 (by rows) and k % 128 == 0
+    WHOLE: tl.constexpr,  # as many programs as tiles: nobody shares one
+    BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (p, b): the p-th share of the tiles of token block b."""
+    program, pm, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    rm = pm * BM + tl.arange(0, BM)
+    first_row = tl.cast(0, tl.int64)  # of the weight
+    wait_turn(PDL)
+    if GROUPED:
+        expert = tl.load(owner + pm)
+        if expert < 0:
+            return
+        first_row = expert.to(tl.int64) * n
+        rm = tl.load(ids + rm)
+    ok = rm < rows
+    source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
+    if WHOLE:
+        acc = _product(
+            x, w, s, m, (source, ok), first_row, program, n, k, units, s_group, tl.cast(0, tl.int32), units, KIND, FOLD,
+            GROUP_UNITS, E4M3_SCALES, HAS_M, GATE, EVEN, BN, BM, STAGES, ASM,
+        )  # fmt: skip
+        _finish(acc, y, row_scale, bias, rm, ok, first_row, program, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
+    else:
+        total = tiles * units
+        begin, end = _share(program, total, programs), _share(program + 1, total, programs)
+        for i in range((end - 1) // units - begin // units + 1):
+            pn = begin // units + i
+            low, high = tl.maximum(begin - pn * units, 0), tl.minimum(end - pn * units, units)
+            acc = _product(
+                x, w, s, m, (source, ok), first_row, pn, n, k, units, s_group, low, high, KIND, FOLD, GROUP_UNITS,
+                E4M3_SCALES, HAS_M, GATE, EVEN, BN, BM, STAGES, ASM,
+            )  # fmt: skip
+            done = high - low == units
+            if high - low < units:
+                tl.store(_place(partial, program, pn, total, units, sums, BN, BM), acc)
+                tl.debug_barrier()  # this program's stores before its arrival
+                first, last = _holder(pn * units, total, programs), _holder(pn * units + units - 1, total, programs)
+                place = arrived + pm * tiles + pn
+                done = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") == last - first
+                if done:
+                    acc = tl.load(_place(partial, first, pn, total, units, sums, BN, BM), cache_modifier=".cg")
+                    for j in range(1, last - first + 1):
+                        acc += tl.load(_place(partial, first + j, pn, total, units, sums, BN, BM), cache_modifier=".cg")
+                    tl.atomic_xchg(place, 0)  # ready for the next launch
+            if done:
+                _finish(acc, y, row_scale, bias, rm, ok, first_row, pn, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
 
 
 @triton.jit(do_not_specialize=["first", "last", "units"])
@@ -292,16 +334,15 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     pointers |= {"m": "i16"} if options.get("HAS_M") else {}
     pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
     pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
-    sizes = ("rows", "n", "k", "units", "per", "s_group", "per_token")
+    sizes = ("rows", "n", "k", "units", "tiles", "sums", "s_group", "per_token")
     constants = {
         "KIND": kind,
         "FOLD": 1,
         "GROUP_UNITS": 1,
         "BN": bn,
         "BM": bm,
-        "SPLIT": 4,
+        "WHOLE": False,
         "STAGES": 4,
-        "PER": 0,
         "EVEN": True,
         "GATE": "",
     }
@@ -353,8 +394,8 @@ def variants() -> Iterator[Variant]:
     yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
     yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
     yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
-    behind = dict(GATE="silu", STAGES=3, SPLIT=1)
-    yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"SPLIT": 2})
+    behind = dict(GATE="silu", STAGES=3, WHOLE=True)
+    yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"WHOLE": False})
     yield _variant("gated linear int4 g128, 64 rows", "int4", 64, 64, archs=fast, **behind)
     yield _variant("gated linear nvfp4, 16 rows", "e2m1", 16, 64, archs=hopper, **behind | nvfp4)
     yield _variant("gated linear fp8, 16 rows", "e4m3", scale="fp32", archs=fast, **behind)

@@ -45,8 +45,9 @@ class Card:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program owns: outputs, tokens, the share of k; and how it is compiled. `registers`: the most a thread
-    may take, None for as many as it wants."""
+    """Outputs and tokens of a tile, and how a program is compiled: `registers` are the most that a thread may take,
+    None as many as it wants. `split` programs have a tile each, or, where `programs` are named, as many have equal
+    shares of all tiles of a block of tokens."""
 
     n: int
     m: int
@@ -54,6 +55,22 @@ class Tile:
     warps: int = 4
     stages: int = 4
     registers: int | None = None
+    programs: int = 0
+
+    def grid(self, n: int, k: int) -> tuple[int, int]:
+        """Tiles of a block of tokens, and programs that have them."""
+        tiles, units = -(-n // self.n), -(-k // BLOCK_K)
+        return tiles, min(self.programs or tiles * min(self.split, units), tiles * units)
+
+    def sums(self, n: int, k: int) -> int:
+        """Numbers that programs of a block of tokens leave in memory for the one that adds them."""
+        tiles, programs = self.grid(n, k)
+        return 0 if programs == tiles else programs * _sums_of(tiles, programs) * self.n * self.m
+
+
+def _sums_of(tiles: int, programs: int) -> int:
+    """Tiles that a program has at most in part."""
+    return 1 if programs % tiles == 0 else 2
 
 
 @dataclass(frozen=True)
@@ -169,8 +186,8 @@ def run(
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
         at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
-        fits = DENSE_BYTES // (4 * at.split * weight.n) // at.m * at.m  # rows whose parts of sums have room
-        piece = max(at.m, fits) if invariant and at.split > 1 else rows
+        sums = at.sums(weight.n, weight.k)
+        piece = max(1, DENSE_BYTES // (4 * sums)) * at.m if invariant and sums else rows  # whose sums have room
         for first in range(0, rows, piece):
             part = slice(first, first + piece)
             launch(x[part], it, y[part], weight, at, -(-len(y[part]) // at.m), weight.n)
@@ -203,15 +220,14 @@ def launch(
     gate: str = "",
 ) -> None:
     """One launch: y [rows, n] of `blocks` blocks of tokens, or [rows, n / 2] with the gated activation `gate`."""
-    rows, tiles = y.shape[0], -(-n // at.n)
+    rows = y.shape[0]
+    tiles, programs = at.grid(n, weight.k)
     partial = arrived = y
-    if at.split > 1:
-        partial = MEMORY.get(x.device, "partial", at.split * rows * n, torch.float32)
+    if programs != tiles:
+        partial = MEMORY.get(x.device, "partial", blocks * at.sums(n, weight.k), torch.float32)
         arrived = MEMORY.get(x.device, "arrived", tiles * blocks, torch.int32)
-    units = -(-weight.k // BLOCK_K)
-    per = -(-units // at.split)
     whole = it.kind != "dense" or n % at.n == 0
-    linear_jit.linear[(tiles, at.split, blocks)](
+    linear_jit.linear[(programs, blocks)](
         x,
         it.q,
         it.s,
@@ -226,20 +242,20 @@ def launch(
         rows,
         n,
         weight.k,
-        units,
-        per,
+        -(-weight.k // BLOCK_K),
+        tiles,
+        _sums_of(tiles, programs),
         it.s_group,
         per_token,
         **it.flags,
         HAS_BIAS=weight.bias is not None,
         GROUPED=owner is not None,
         GATE=gate,
-        EVEN=whole and weight.k % BLOCK_K == 0 and per * at.split == units,
+        EVEN=whole and weight.k % BLOCK_K == 0,
+        WHOLE=programs == tiles,
         BN=at.n,
         BM=at.m,
-        SPLIT=at.split,
         STAGES=at.stages,
-        PER=per if INTERPRETED else 0,
         ASM=not INTERPRETED and x.dtype != torch.float32,
         num_warps=at.warps,
         maxnreg=at.registers,

@@ -86,9 +86,24 @@ def test_half_activations_bias_and_order(layout: str, group: int, sym: bool, dty
     weight = replace(weight, bias=torch.randn(n).to(getattr(torch, dtype)), perm=torch.randperm(k))
     x = torch.randn(5, k).to(getattr(torch, dtype))
     expected = linear(x.float(), replace(weight, bias=weight.bias.float()))
-    for split in (1, 3):
-        check(through(weight, x, choice=Tile(64, 16, split)), expected, dtype)
+    for at in (Tile(64, 16, 1), Tile(64, 16, 3), Tile(64, 16, 1, programs=1), Tile(64, 16, 1, programs=3)):
+        check(through(weight, x, choice=at), expected, dtype)
     check(through(weight, x, dense_from=1), expected, dtype)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 3, 4, 5, 7, 11, 12, 13, 30, 99])
+def test_equal_shares_of_all_tiles(programs: int):
+    """Shares begin and end anywhere: several tiles of one program, several programs of one tile; blocks beside each
+    other have their own; and counters are left as they were found."""
+    n, k = 320, 6 * 128  # 5 tiles of 6 steps
+    weight = random_weight("affine4", n, k, 128, sym=True)
+    x = torch.randn(20, k)
+    at = Tile(64, 16, 1, programs=programs)
+    tiles, found = at.grid(n, k)
+    assert (tiles, found) == (5, min(programs, 30))
+    check(through(weight, x, choice=at), linear(x, weight))
+    check(through(weight, x, choice=at), linear(x, weight))
+    assert not linear_run.MEMORY.get(x.device, "arrived", 2 * tiles, torch.int32).any()
 
 
 @pytest.mark.parametrize("tokens", [2, 30])

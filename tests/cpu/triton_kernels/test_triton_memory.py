@@ -86,7 +86,7 @@ def test_parts_of_sums_take_no_more_than_planned(kind: str, n: int, k: int):
     on = linear_run.Card(H100.units, True)
     for rows in range(1, linear_run.DENSE_FROM):
         at = linear_run.tile(kind, n, k, rows, -(-rows // 64), on, torch.bfloat16)
-        assert at.split == 1 or 4 * at.split * rows * n <= split_bytes(H100.units)
+        assert 4 * -(-rows // at.m) * at.sums(n, k) <= split_bytes(H100.units)
 
 
 def test_parts_of_sums_of_experts_take_no_more_than_planned():
@@ -96,7 +96,7 @@ def test_parts_of_sums_of_experts_take_no_more_than_planned():
             rows = 1 if pairs <= PAIRS else -(-pairs // count)
             blocks = pairs if pairs <= PAIRS else blocks_of(pairs, count, linear_run.width(rows, torch.bfloat16))
             at = linear_run.tile("int4", n, k, rows, blocks, on, torch.bfloat16)
-            assert at.split == 1 or 4 * at.split * pairs * n <= split_bytes(H100.units)
+            assert 4 * blocks * at.sums(n, k) <= split_bytes(H100.units)
 
 
 def test_one_piece_is_shared_and_counters_stay_zeros():
