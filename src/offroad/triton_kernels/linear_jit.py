@@ -22,6 +22,7 @@ from offroad.triton_kernels.elementwise_jit import gated
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
+FETCHED = tl.constexpr(256)  # lines of scales that are asked for at once
 
 
 @triton.jit
@@ -108,6 +109,10 @@ def _product(
             sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
         else:
             sn = first_row + rn.to(tl.int64)
+        if ASM:
+            _fetch(s, first_row, pn, n, s_group, begin, end, FOLD, GROUP_UNITS, GATE, BN)
+            if HAS_M:
+                _fetch(m, first_row, pn, n, s_group, begin, end, FOLD, GROUP_UNITS, GATE, BN)
         # Read one step ahead: Triton prefetches only what a product reads as it is.
         sc = _scales(s, sn, begin, units, s_group, GROUP_UNITS, FOLD)
         if HAS_M:
@@ -156,6 +161,28 @@ def _product(
 
 
 @triton.jit
+def _fetch(
+    s, first_row, pn, n, s_group, begin, end, FOLD: tl.constexpr, GROUP_UNITS: tl.constexpr, GATE: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Asks for the scales of steps [begin, end) of a tile, so that they are in the L2 cache when they are read: what is
+    read one step ahead has a step's time to come, and from memory takes longer than a step."""
+    BYTES: tl.constexpr = s.dtype.element_ty.primitive_bitwidth // 8
+    SIDES: tl.constexpr = 1 if GATE == "" else 2
+    LINES: tl.constexpr = SIDES * ((BN // SIDES * BYTES + 127) // 128)  # of 128 bytes, of one group
+    begin = begin * FOLD // GROUP_UNITS
+    count = ((end - 1) * FOLD // GROUP_UNITS + FOLD - begin) * LINES
+    for base in range(0, count, FETCHED):
+        i = tl.minimum(base + tl.arange(0, FETCHED), count - 1)
+        at = i % LINES * (BN // LINES)
+        output = (pn * (BN // SIDES)).to(tl.int64) + at % (BN // SIDES) + tl.where(at < BN // SIDES, 0, n // 2)
+        place = s + first_row + output + (begin + i // LINES).to(tl.int64) * s_group
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def _outputs(pn, n, GATE: tl.constexpr, BN: tl.constexpr):
     """Outputs of tile pn, [BN]; with GATE in 64 bits, so that all rows of a thread have addresses from one base."""
     at = tl.arange(0, BN)
@@ -189,24 +216,11 @@ def _finish(
 
 
 @triton.jit
-def _share(program, total, programs):
-    """The first step of a program's share of `total`."""
-    return (program.to(tl.int64) * total // programs).to(tl.int32)
-
-
-@triton.jit
-def _holder(step, total, programs):
-    """The program whose share holds a step."""
-    return (((step + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
-
-
-@triton.jit
-def _place(partial, program, pn, total, units, sums, BN: tl.constexpr, BM: tl.constexpr):
-    """Where a program's sum of tile pn lies. It has places for `sums`: two tiles at most that it shares, its first and
-    its last, or one."""
+def _place(partial, program, second, sums, BN: tl.constexpr, BM: tl.constexpr):
+    """Where a program's sum of a tile lies, [BN, BM]. It has places for `sums`: two tiles at most that it shares, its
+    first and its last, or one."""
     first = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + program
-    second = (pn != _share(program, total, tl.num_programs(0)) // units).to(tl.int64)
-    at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    at = tl.arange(0, BN)[:, None] + tl.arange(0, BM)[None, :] * BN
     return partial + (sums * first + second) * (BN * BM) + at
 
 
@@ -243,8 +257,9 @@ def linear(
         )  # fmt: skip
         _finish(acc, y, row_scale, bias, rm, ok, first_row, program, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
     else:
+        # Shares are as even as whole steps are; the host sees to it that no product leaves 32 bits.
         total = tiles * units
-        begin, end = _share(program, total, programs), _share(program + 1, total, programs)
+        begin, end = program * total // programs, (program + 1) * total // programs
         for i in range((end - 1) // units - begin // units + 1):
             pn = begin // units + i
             low, high = tl.maximum(begin - pn * units, 0), tl.minimum(end - pn * units, units)
@@ -254,15 +269,21 @@ def linear(
             )  # fmt: skip
             done = high - low == units
             if high - low < units:
-                tl.store(_place(partial, program, pn, total, units, sums, BN, BM), acc)
+                there = ok[None, :] & (tl.arange(0, BN) < BN)[:, None]
+                tl.store(_place(partial, program, i > 0, sums, BN, BM), acc, mask=there)
                 tl.debug_barrier()  # this program's stores before its arrival
-                first, last = _holder(pn * units, total, programs), _holder(pn * units + units - 1, total, programs)
+                # Who has the tile's first and last step.
+                first = ((pn * units + 1) * programs - 1) // total
+                last = ((pn * units + units) * programs - 1) // total
                 place = arrived + pm * tiles + pn
                 done = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") == last - first
                 if done:
-                    acc = tl.load(_place(partial, first, pn, total, units, sums, BN, BM), cache_modifier=".cg")
-                    for j in range(1, last - first + 1):
-                        acc += tl.load(_place(partial, first + j, pn, total, units, sums, BN, BM), cache_modifier=".cg")
+                    second = first * total // programs < pn * units  # the tile is its last one; of others the first
+                    source_of = _place(partial, first, second, sums, BN, BM)
+                    acc = tl.load(source_of, mask=there, other=0.0, cache_modifier=".cg")
+                    for j in tl.range(1, last - first + 1, loop_unroll_factor=4):
+                        source_of = _place(partial, first + j, 0, sums, BN, BM)
+                        acc += tl.load(source_of, mask=there, other=0.0, cache_modifier=".cg")
                     tl.atomic_xchg(place, 0)  # ready for the next launch
             if done:
                 _finish(acc, y, row_scale, bias, rm, ok, first_row, pn, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
