@@ -2,9 +2,10 @@
 
 Weights are the left operand of `tl.dot` (its rows are outputs, its columns are tokens), so that a few tokens fill the
 narrow side of a matrix instruction, and nothing is wasted on padding of the wide one. A tile is `BN` outputs and `BM`
-tokens. Programs have equal shares of all tiles' steps of k, each a run of steps from somewhere in a tile to somewhere
-in the same or a later one; so all that fit on the GPU work for as long. Where a tile has several programs, their sums
-go to memory in fp32, and the one that comes last adds them in order, so the result does not depend on who that is.
+tokens. `SPLIT` programs have a tile, each as many of its steps of k; or programs have equal shares of all tiles' steps,
+each a run of them from somewhere in a tile to somewhere in the same or a later one, so that all that fit on the GPU
+work for as long. Where a tile has several programs, their sums go to memory in fp32, and the one that comes last adds
+them in order, so the result does not depend on who that is.
 
 With `GATE`, `y = act(gate) * up` of a weight whose first half is the gate's: half of a tile's outputs are the gate's
 and half are the same ones of up. So the loop is that of the linear, and so is every sum.
@@ -216,17 +217,17 @@ def _finish(
 
 
 @triton.jit
-def _place(partial, program, second, sums, BN: tl.constexpr, BM: tl.constexpr):
-    """Where a program's sum of a tile lies, [BN, BM]. It has places for `sums`: two tiles at most that it shares, its
-    first and its last, or one."""
+def _place(partial, program, second, SUMS: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """Where a program's sum of a tile lies, [BN, BM]. It has places for one, or for the two that it may have in part,
+    its first and its last."""
     first = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + program
     at = tl.arange(0, BN)[:, None] + tl.arange(0, BM)[None, :] * BN
-    return partial + (sums * first + second) * (BN * BM) + at
+    return partial + (SUMS * first + second) * (BN * BM) + at
 
 
-@triton.jit(do_not_specialize=["rows", "units", "tiles", "sums", "per_token"])  # one kernel for every batch
+@triton.jit(do_not_specialize=["rows", "units", "tiles", "per_token"])  # one kernel for every batch
 def linear(
-    x, w, s, m, row_scale, bias, y, partial, arrived, ids, owner, rows, n, k, units, tiles, sums, s_group, per_token,
+    x, w, s, m, row_scale, bias, y, partial, arrived, ids, owner, rows, n, k, units, tiles, s_group, per_token,
     KIND: tl.constexpr,  # "int4", "e2m1", "int8", "e4m3" in records, "dense" by rows
     FOLD: tl.constexpr,  # 1: one scale a step at most; else scales a step
     GROUP_UNITS: tl.constexpr,  # steps that share a scale, where FOLD is 1
@@ -234,7 +235,7 @@ def linear(
     GROUPED: tl.constexpr,
     GATE: tl.constexpr,  # "": y is the product; "silu", "gelu_tanh": n / 2 columns, act(gate) * up
     EVEN: tl.constexpr,  # n % BN == 0 (by rows) and k % 128 == 0
-    WHOLE: tl.constexpr,  # as many programs as tiles: nobody shares one
+    SPLIT: tl.constexpr,  # programs that have a tile each; 0: equal shares of all tiles
     BN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (p, b): the p-th share of the tiles of token block b."""
@@ -250,12 +251,26 @@ def linear(
         rm = tl.load(ids + rm)
     ok = rm < rows
     source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
-    if WHOLE:
+    there = ok[None, :] & (tl.arange(0, BN) < BN)[:, None]
+    if SPLIT > 0:
+        pn, part = program % tiles, program // tiles
+        begin, end = part * units // SPLIT, (part + 1) * units // SPLIT
         acc = _product(
-            x, w, s, m, (source, ok), first_row, program, n, k, units, s_group, tl.cast(0, tl.int32), units, KIND, FOLD,
-            GROUP_UNITS, E4M3_SCALES, HAS_M, GATE, EVEN, BN, BM, STAGES, ASM,
+            x, w, s, m, (source, ok), first_row, pn, n, k, units, s_group, begin, end, KIND, FOLD, GROUP_UNITS,
+            E4M3_SCALES, HAS_M, GATE, EVEN, BN, BM, STAGES, ASM,
         )  # fmt: skip
-        _finish(acc, y, row_scale, bias, rm, ok, first_row, program, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
+        if SPLIT > 1:
+            tl.store(_place(partial, program, 0, 1, BN, BM), acc, mask=there)
+            tl.debug_barrier()  # this program's stores before its arrival
+            place = arrived + pm * tiles + pn
+            if tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+                return
+            acc = tl.load(_place(partial, pn, 0, 1, BN, BM), mask=there, other=0.0, cache_modifier=".cg")
+            for j in tl.static_range(1, SPLIT):
+                parts = _place(partial, pn + j * tiles, 0, 1, BN, BM)
+                acc += tl.load(parts, mask=there, other=0.0, cache_modifier=".cg")
+            tl.atomic_xchg(place, 0)  # ready for the next launch
+        _finish(acc, y, row_scale, bias, rm, ok, first_row, pn, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
     else:
         # Shares are as even as whole steps are; the host sees to it that no product leaves 32 bits.
         total = tiles * units
@@ -269,9 +284,8 @@ def linear(
             )  # fmt: skip
             done = high - low == units
             if high - low < units:
-                there = ok[None, :] & (tl.arange(0, BN) < BN)[:, None]
-                tl.store(_place(partial, program, i > 0, sums, BN, BM), acc, mask=there)
-                tl.debug_barrier()  # this program's stores before its arrival
+                tl.store(_place(partial, program, i > 0, 2, BN, BM), acc, mask=there)
+                tl.debug_barrier()
                 # Who has the tile's first and last step.
                 first = ((pn * units + 1) * programs - 1) // total
                 last = ((pn * units + units) * programs - 1) // total
@@ -279,12 +293,12 @@ def linear(
                 done = tl.atomic_add(place, 1, sem="acq_rel", scope="gpu") == last - first
                 if done:
                     second = first * total // programs < pn * units  # the tile is its last one; of others the first
-                    source_of = _place(partial, first, second, sums, BN, BM)
-                    acc = tl.load(source_of, mask=there, other=0.0, cache_modifier=".cg")
+                    parts = _place(partial, first, second, 2, BN, BM)
+                    acc = tl.load(parts, mask=there, other=0.0, cache_modifier=".cg")
                     for j in tl.range(1, last - first + 1, loop_unroll_factor=4):
-                        source_of = _place(partial, first + j, 0, sums, BN, BM)
-                        acc += tl.load(source_of, mask=there, other=0.0, cache_modifier=".cg")
-                    tl.atomic_xchg(place, 0)  # ready for the next launch
+                        parts = _place(partial, first + j, 0, 2, BN, BM)
+                        acc += tl.load(parts, mask=there, other=0.0, cache_modifier=".cg")
+                    tl.atomic_xchg(place, 0)
             if done:
                 _finish(acc, y, row_scale, bias, rm, ok, first_row, pn, n, HAS_ROW_SCALE, HAS_BIAS, GATE, BN, BM)
 
@@ -355,14 +369,14 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
     pointers |= {"m": "i16"} if options.get("HAS_M") else {}
     pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
     pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
-    sizes = ("rows", "n", "k", "units", "tiles", "sums", "s_group", "per_token")
+    sizes = ("rows", "n", "k", "units", "tiles", "s_group", "per_token")
     constants = {
         "KIND": kind,
         "FOLD": 1,
         "GROUP_UNITS": 1,
         "BN": bn,
         "BM": bm,
-        "WHOLE": False,
+        "SPLIT": 4,
         "STAGES": 4,
         "EVEN": True,
         "GATE": "",
@@ -415,8 +429,8 @@ def variants() -> Iterator[Variant]:
     yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
     yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
     yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
-    behind = dict(GATE="silu", STAGES=3, WHOLE=True)
-    yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"WHOLE": False})
+    behind = dict(GATE="silu", STAGES=3, SPLIT=1)
+    yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"SPLIT": 2})
     yield _variant("gated linear int4 g128, 64 rows", "int4", 64, 64, archs=fast, **behind)
     yield _variant("gated linear nvfp4, 16 rows", "e2m1", 16, 64, archs=hopper, **behind | nvfp4)
     yield _variant("gated linear fp8, 16 rows", "e4m3", scale="fp32", archs=fast, **behind)

@@ -57,20 +57,18 @@ class Tile:
     registers: int | None = None
     programs: int = 0
 
-    def grid(self, n: int, k: int) -> tuple[int, int]:
-        """Tiles of a block of tokens, and programs that have them."""
+    def grid(self, n: int, k: int) -> tuple[int, int, int]:
+        """Tiles of a block of tokens, programs that have them, and how many a tile has; 0: shares."""
         tiles, units = -(-n // self.n), -(-k // BLOCK_K)
-        return tiles, min(self.programs or tiles * min(self.split, units), tiles * units)
+        if not self.programs or self.programs * tiles * units >= 2**31:
+            split = min(self.split, units)
+            return tiles, tiles * split, split
+        return tiles, min(self.programs, tiles * units), 0
 
     def sums(self, n: int, k: int) -> int:
         """Numbers that programs of a block of tokens leave in memory for the one that adds them."""
-        tiles, programs = self.grid(n, k)
-        return 0 if programs == tiles else programs * _sums_of(tiles, programs) * self.n * self.m
-
-
-def _sums_of(tiles: int, programs: int) -> int:
-    """Tiles that a program has at most in part."""
-    return 1 if programs % tiles == 0 else 2
+        _, programs, split = self.grid(n, k)
+        return 0 if split == 1 else programs * (1 if split else 2) * self.n * self.m
 
 
 @dataclass(frozen=True)
@@ -221,9 +219,9 @@ def launch(
 ) -> None:
     """One launch: y [rows, n] of `blocks` blocks of tokens, or [rows, n / 2] with the gated activation `gate`."""
     rows = y.shape[0]
-    tiles, programs = at.grid(n, weight.k)
+    tiles, programs, split = at.grid(n, weight.k)
     partial = arrived = y
-    if programs != tiles:
+    if split != 1:
         partial = MEMORY.get(x.device, "partial", blocks * at.sums(n, weight.k), torch.float32)
         arrived = MEMORY.get(x.device, "arrived", tiles * blocks, torch.int32)
     whole = it.kind != "dense" or n % at.n == 0
@@ -244,7 +242,6 @@ def launch(
         weight.k,
         -(-weight.k // BLOCK_K),
         tiles,
-        _sums_of(tiles, programs),
         it.s_group,
         per_token,
         **it.flags,
@@ -252,7 +249,7 @@ def launch(
         GROUPED=owner is not None,
         GATE=gate,
         EVEN=whole and weight.k % BLOCK_K == 0,
-        WHOLE=programs == tiles,
+        SPLIT=split,
         BN=at.n,
         BM=at.m,
         STAGES=at.stages,
