@@ -61,8 +61,8 @@ def plan_graphs(
     k: int,
     dtype: str,
 ) -> GraphPlan:
-    """The graphs of a plan whose activations are `dtype`. Of verify rows all sizes, or none if one decode kernel reads lengths on the host; of chunks
-    likewise by those of prefill."""
+    """The graphs of a plan whose activations are `dtype`. Of verify rows all sizes, or none if one decode kernel
+    reads lengths on the host; of chunks likewise by those of prefill."""
     if device.kind != "cuda":
         return GraphPlan()
     if settings.enforce_eager:

@@ -21,7 +21,7 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 # Modules of this package whose `variants()` are compiled.
 MODULES: tuple[str, ...] = (
     "attention_variants",
-    "linear_jit",
+    "linear_variants",
     "linear_fp8_jit",
     "norms_jit",
     "elementwise_jit",
@@ -40,7 +40,7 @@ class Variant:
 
     `signature` maps each argument to its Triton type ("*bf16", "i32", "i64", "fp32"; constants are in `constants`).
     `hot`: spills are not accepted. `declared`: bytes of shared memory that the kernel's entry says it needs. `archs`:
-    compute capabilities that it is for, where `check` refuses the others.
+    compute capabilities that it is for, where `check` refuses the others. `registers`: the most a thread may take.
     """
 
     label: str
@@ -53,6 +53,7 @@ class Variant:
     archs: tuple[int, ...] = ARCHS
     declared: int | None = None
     aligned: tuple[str, ...] = field(default=())  # pointers and sizes that are multiples of 16
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
     source = ASTSource(fn=variant.function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
     return Report(compiled.metadata.shared, registers, spilled)

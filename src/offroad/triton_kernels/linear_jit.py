@@ -11,13 +11,9 @@ With `GATE`, `y = act(gate) * up` of a weight whose first half is the gate's: ha
 and half are the same ones of up. So the loop is that of the linear, and so is every sum.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import wait_turn
 from offroad.triton_kernels.elementwise_jit import gated
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
@@ -358,83 +354,3 @@ def dequantise(
         wt.to(DTYPE),
         mask=(rn < last)[:, None] & (kk < k)[None, :],
     )
-
-
-def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "bf16", **options: Any) -> Variant:
-    """One specialisation, with the flags of `options` (others are off)."""
-    stored = dtype if kind == "dense" else "i32"
-    scale = "u8" if options.get("E4M3_SCALES") else options.pop("scale", "bf16")
-    pointers = {"x": dtype, "w": stored, "y": dtype, "partial": "fp32", "arrived": "i32"}
-    pointers |= {} if kind == "dense" else {"s": scale}
-    pointers |= {"m": "i16"} if options.get("HAS_M") else {}
-    pointers |= {"row_scale": "fp32"} if options.get("HAS_ROW_SCALE") else {}
-    pointers |= {"ids": "i64", "owner": "i64"} if options.get("GROUPED") else {}
-    sizes = ("rows", "n", "k", "units", "tiles", "s_group", "per_token")
-    constants = {
-        "KIND": kind,
-        "FOLD": 1,
-        "GROUP_UNITS": 1,
-        "BN": bn,
-        "BM": bm,
-        "SPLIT": 4,
-        "STAGES": 4,
-        "EVEN": True,
-        "GATE": "",
-    }
-    constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
-    warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
-    constants |= options
-    constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
-    signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
-    aligned = (*pointers, "n", "k", "s_group")
-    stages = constants["STAGES"]
-    return Variant(label, linear, signature, constants, warps, stages, hot, archs, aligned=aligned)
-
-
-_FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
-
-
-def _dequantise(label: str, kind: str, **options: Any) -> Variant:
-    pointers = {"w": "*i32", "s": "*bf16", "out": "*bf16"}
-    sizes = dict.fromkeys(("first", "last", "k", "units", "s_group"), "i32")
-    constants = {
-        "KIND": kind,
-        "FOLD": 1,
-        "GROUP_UNITS": 1,
-        "E4M3_SCALES": False,
-        "HAS_M": False,
-        "HAS_ROW_SCALE": False,
-        "ASM": True,
-    }
-    archs = options.pop("archs")
-    constants |= {"m": None, "row_scale": None} | options
-    aligned = (*pointers, "k", "s_group")
-    return Variant(label, dequantise, pointers | sizes, constants, archs=archs, aligned=aligned)
-
-
-def variants() -> Iterator[Variant]:
-    """What the models of the plans use, on the GPUs where it differs."""
-    fast, both, hopper = (80, 90, 100, 120), (90, 120), (90,)
-    yield _variant("linear int4 g128, 16 rows", "int4", archs=fast)
-    yield _variant("linear int4 g128, 64 rows", "int4", 64, STAGES=3, archs=hopper)
-    yield _variant("linear int4 g128, 64 rows, narrow", "int4", 64, 64, STAGES=3, archs=(80, 100, 120))
-    yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", HAS_M=True, archs=both)
-    yield _variant("linear int4 g32, 16 rows", "int4", FOLD=4, archs=both)
-    nvfp4 = dict(FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True)
-    yield _variant("linear nvfp4, 16 rows", "e2m1", archs=both, **nvfp4)
-    yield _variant("linear fp8, 16 rows", "e4m3", scale="fp32", STAGES=3, archs=fast)
-    yield _variant("linear fp8, 64 rows", "e4m3", 64, scale="fp32", STAGES=3, archs=hopper)
-    yield _variant("linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", STAGES=3, archs=(80, 120))
-    yield _variant("linear int8, 16 rows", "int8", scale="fp32", STAGES=3, archs=both)
-    yield _variant("grouped linear int4 g128, 16 rows", "int4", GROUPED=True, archs=both)
-    yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
-    yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
-    behind = dict(GATE="silu", STAGES=3, SPLIT=1)
-    yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"SPLIT": 2})
-    yield _variant("gated linear int4 g128, 64 rows", "int4", 64, 64, archs=fast, **behind)
-    yield _variant("gated linear nvfp4, 16 rows", "e2m1", 16, 64, archs=hopper, **behind | nvfp4)
-    yield _variant("gated linear fp8, 16 rows", "e4m3", scale="fp32", archs=fast, **behind)
-    yield _variant("gated linear fp8, 64 rows", "e4m3", 64, scale="fp32", archs=hopper, **behind)
-    yield _variant("gated linear fp8, 64 rows, narrow", "e4m3", 64, 64, scale="fp32", archs=(80, 120), **behind)
-    yield _variant("gated linear bf16, 16 rows", "dense", 16, 64, archs=both, **behind | {"GATE": "gelu_tanh"})
-    yield _dequantise("dequantise int4 g128", "int4", archs=hopper)

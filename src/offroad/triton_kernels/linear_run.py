@@ -22,11 +22,13 @@ from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
 from offroad.triton_kernels.memory import DENSE_BYTES, MEMORY, dense_bytes, dense_outputs
 
 INTERPRETED = triton.knobs.runtime.interpret
-ENOUGH = 1.6  # programs for each SM that keep enough loads in flight
-# The same of 4-bit weights by the width of a tile. Programs have half the bytes to load, so it takes more; those of 64
-# tokens are bound by products, and parts of sums cost them more.
-ENOUGH_4_BIT = {16: 3.7, 32: 3.6, 64: 1.65}
-ENOUGH_DENSE = 1.9  # the same for few tokens and dense weights
+# Programs for each SM that keep enough loads in flight, measured on an H100 at the shapes of Qwen3.5-27B: of packed
+# weights by the width of a tile (those of 64 tokens are bound by products, and parts of sums cost them more), of dense
+# ones and of fp32 activations.
+ENOUGH = {16: 3.7, 32: 3.35, 64: 1.65}
+ENOUGH_DENSE = 1.9
+ENOUGH_FP32 = ENOUGH_GROUPED_8_BIT = 1.6
+SHARES = 3  # programs for each SM where they have equal shares
 DENSE_TOKENS = 16  # up to which dense weights are read by the kernel, not by torch's GEMM
 MOST_SPLITS = 16
 INVARIANT_ROWS = 64  # rows whose tile a batch-invariant call has, however many there are
@@ -128,16 +130,27 @@ def width(rows: int, dtype: torch.dtype) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 or dtype == torch.float32 else 64
 
 
-def tile(kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype) -> Tile:
-    """The tile for `rows` tokens a block, `blocks` of which run beside each other."""
-    m = width(rows, dtype)
-    floats, four = dtype == torch.float32, kind in ("int4", "e2m1")
-    whole = kind != "dense" and not floats and not four and -(-n // BLOCK_N) % 2 == 0
-    # 4-bit weights, measured on an H100: tiles of 128 outputs leave some SMs with one more of few programs.
-    wide = 128 if whole and (m < 64 or card.wgmma) else 64
-    stages = 2 if floats else 3 if m == 64 or four or kind in ("dense", "int8", "e4m3") else 4
-    enough = ENOUGH_DENSE if kind == "dense" else ENOUGH if floats or not four else ENOUGH_4_BIT[m]
-    return Tile(wide, m, splits(-(-n // wide) * blocks, -(-k // BLOCK_K), enough * card.sms), stages=stages)
+def tile(
+    kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype, grouped: bool = False
+) -> Tile:
+    """The tile for `rows` tokens a block, `blocks` of which run beside each other; `grouped`: of experts."""
+    m, units = width(rows, dtype), -(-k // BLOCK_K)
+    four, eight, pairs = kind in ("int4", "e2m1"), kind in ("int8", "e4m3"), -(-n // BLOCK_N) % 2 == 0
+    if dtype == torch.float32:
+        return Tile(64, m, splits(-(-n // 64) * blocks, units, ENOUGH_FP32 * card.sms), stages=2)
+    if kind == "dense":
+        return Tile(64, m, splits(-(-n // 64) * blocks, units, ENOUGH_DENSE * card.sms), stages=3)
+    if eight and grouped:
+        wide = 128 if pairs and m < 64 else 64
+        return Tile(wide, m, splits(-(-n // wide) * blocks, units, ENOUGH_GROUPED_8_BIT * card.sms), stages=3)
+    wanted = ENOUGH[m] * card.sms
+    if four and pairs and m == 64 and blocks > 1 and card.wgmma and not grouped:  # x is read half as often
+        return Tile(128, m, splits(-(-n // 128) * blocks, units, wanted), warps=8, stages=3, registers=128)
+    split = splits(-(-n // 64) * blocks, units, wanted)
+    if eight and split == 1 and m < 64 and blocks == 1 and card.wgmma:  # else an SM with a program more ends late
+        return Tile(64, m, 1, stages=4, programs=SHARES * card.sms)
+    # With more registers an SM has one program less of 32 tokens, and the last ones start when others end.
+    return Tile(64, m, split, stages=3, registers=96 if four and m == 32 and card.wgmma else None)
 
 
 def card_of(profile: DeviceProfile) -> Card:

@@ -95,7 +95,7 @@ def test_parts_of_sums_of_experts_take_no_more_than_planned():
         for pairs in range(top_k, 4096, top_k):
             rows = 1 if pairs <= PAIRS else -(-pairs // count)
             blocks = pairs if pairs <= PAIRS else blocks_of(pairs, count, linear_run.width(rows, torch.bfloat16))
-            at = linear_run.tile("int4", n, k, rows, blocks, on, torch.bfloat16)
+            at = linear_run.tile("int4", n, k, rows, blocks, on, torch.bfloat16, grouped=True)
             assert 4 * blocks * at.sums(n, k) <= split_bytes(H100.units)
 
 
