@@ -19,7 +19,6 @@ from offroad.triton_kernels.elementwise_jit import gated
 from offroad.triton_kernels.linear_codes import bytes4, nibbles, scale_numbers
 
 BK = tl.constexpr(128)  # k of one step
-FETCHED = tl.constexpr(256)  # lines of scales that are asked for at once
 
 
 @triton.jit
@@ -106,10 +105,6 @@ def _product(
             sn = (first_row + rn.to(tl.int64))[:, None] + tl.arange(0, FOLD)[None, :] * s_group
         else:
             sn = first_row + rn.to(tl.int64)
-        if ASM:
-            _fetch(s, first_row, pn, n, s_group, begin, end, FOLD, GROUP_UNITS, GATE, BN)
-            if HAS_M:
-                _fetch(m, first_row, pn, n, s_group, begin, end, FOLD, GROUP_UNITS, GATE, BN)
         # Read one step ahead: Triton prefetches only what a product reads as it is.
         sc = _scales(s, sn, begin, units, s_group, GROUP_UNITS, FOLD)
         if HAS_M:
@@ -155,28 +150,6 @@ def _product(
             if HAS_M:
                 mc = mc_next
     return acc
-
-
-@triton.jit
-def _fetch(
-    s, first_row, pn, n, s_group, begin, end, FOLD: tl.constexpr, GROUP_UNITS: tl.constexpr, GATE: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
-    """Asks for the scales of steps [begin, end) of a tile, so that they are in the L2 cache when they are read: what is
-    read one step ahead has a step's time to come, and from memory takes longer than a step."""
-    BYTES: tl.constexpr = s.dtype.element_ty.primitive_bitwidth // 8
-    SIDES: tl.constexpr = 1 if GATE == "" else 2
-    LINES: tl.constexpr = SIDES * ((BN // SIDES * BYTES + 127) // 128)  # of 128 bytes, of one group
-    begin = begin * FOLD // GROUP_UNITS
-    count = ((end - 1) * FOLD // GROUP_UNITS + FOLD - begin) * LINES
-    for base in range(0, count, FETCHED):
-        i = tl.minimum(base + tl.arange(0, FETCHED), count - 1)
-        at = i % LINES * (BN // LINES)
-        output = (pn * (BN // SIDES)).to(tl.int64) + at % (BN // SIDES) + tl.where(at < BN // SIDES, 0, n // 2)
-        place = s + first_row + output + (begin + i // LINES).to(tl.int64) * s_group
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit
