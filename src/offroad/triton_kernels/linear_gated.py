@@ -31,7 +31,8 @@ def fused(
     """`act(gate) * up` of `x w^T + bias`, whose first half is the gate; x [tokens, k] -> [tokens, n / 2].
 
     Tiles are those of the linear alone, and so is the order of its sums; gate and up are rounded to x's type before
-    the activation. So the result is bit for bit that of the two kernels. `choice`, `on`: as in `linear_run.run`.
+    the activation. So the result is bit for bit that of the two kernels, but for programs with shares of all tiles:
+    those of an output begin elsewhere here. `choice`, `on`: as in `linear_run.run`.
     """
     if weight.perm is not None:
         x = x.index_select(1, weight.perm)

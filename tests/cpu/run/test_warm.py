@@ -47,12 +47,10 @@ def test_steps_of_any_rows_launch_what_was_collected(answers: dict[str, dict], n
 
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_share_what_was_planned(answers: dict[str, dict], name: str):
-    """Steps of as many tokens as a plan allows dequantise weights, which takes all of it; rows that are kept apart are
-    cut into as many as have room, and operands of products in e4m3 are as large as weights: small ones do not fill it.
-    """
+    """Nothing is asked for beyond the plan. Models as small as these leave room: parts of sums are planned as the
+    largest shapes have them."""
     asked, planned = answers[name]["shared"]
     assert 0 < asked <= planned
-    assert asked == planned or "invariant" in name or "w8a8" in name
 
 
 def test_a_kernel_is_compiled_once_and_then_found_on_disk(answers: dict[str, dict]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,9 @@ from offroad.ops.registry import default_registry  # noqa: E402
 from offroad.ops.spec import Load, Problem  # noqa: E402
 from offroad.run.rows import PagedView  # noqa: E402
 from offroad.triton_kernels import attention, linear_run  # noqa: E402
+from offroad.triton_kernels.linear import workspace  # noqa: E402
 from offroad.triton_kernels.linear_grouped import PAIRS, blocks_of  # noqa: E402
-from offroad.triton_kernels.memory import MEMORY, Memory, split_bytes  # noqa: E402
+from offroad.triton_kernels.memory import MEMORY, Memory, dense_outputs, split_bytes  # noqa: E402
 
 H100 = load_profile("h100-80gb")
 
@@ -87,6 +90,18 @@ def test_parts_of_sums_take_no_more_than_planned(kind: str, n: int, k: int):
     for rows in range(1, linear_run.DENSE_FROM):
         at = linear_run.tile(kind, n, k, rows, -(-rows // 64), on, torch.bfloat16)
         assert 4 * -(-rows // at.m) * at.sums(n, k) <= split_bytes(H100.units)
+
+
+@pytest.mark.parametrize(("n", "k"), [(34816, 5120), (5120, 17408), (248320, 5120), (256, 2560)])
+@pytest.mark.parametrize("gib", [16, 80])
+def test_dequantised_weights_take_what_is_planned(n: int, k: int, gib: int):
+    """The largest step's pieces are what the kernel asks for, and a card's size bounds them."""
+    device = replace(H100, memory=gib << 30)
+    problem = Problem("linear", "prefill", "bfloat16", sizes=(("k", k), ("n", n)), load=Load(1, 1, 8192, 8192))
+    planned, most = workspace(device, problem), linear_run.card_of(device).dense
+    asked = 2 * k * dense_outputs(n, k, 2, most)
+    assert planned == max(asked, split_bytes(device.units))
+    assert asked <= most == max(64 << 20, (gib << 30) // 256)
 
 
 def test_parts_of_sums_of_experts_take_no_more_than_planned():
