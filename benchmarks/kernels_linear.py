@@ -3,7 +3,7 @@
 Prints microseconds, GB/s of weight bytes, their share of --bandwidth, and TFLOP/s, beside torch's linear in bf16.
 Weights rotate over more memory than the L2 cache has, and the launches of one reading are replayed as a CUDA graph.
 With --w8a8, only that: each piece of a product of e4m3 operands at --rows, beside what widens weights (Hopper GPUs).
-With --tune, tries tiles for each shape and number of rows, and prints the best ones beside the one that is used.
+With --tune, tries tiles for each shape and number of rows below 512, and prints the best ones beside the one used.
 With --gated, times gate_up and its activation instead: each alone, one after the other, and in one kernel.
 """
 
@@ -95,15 +95,19 @@ def microseconds(calls: list[Callable[[], object]]) -> float:
     return statistics.median(readings[1:])
 
 
-def tiles(kind: str, k: int, rows: int, quick: bool) -> Iterator[Tile]:
-    """Tiles worth a try; a few of them, if it has to be `quick`."""
-    m = linear_run.width(rows, torch.bfloat16)
-    units = -(-k // linear_run.BLOCK_K)
-    splits = [s for s in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16) if -(-units // s) * s <= 1.15 * units]
-    for n, split, stages in product((64, 128) if quick else (64, 128, 256), splits, (3, 4) if quick else (2, 3, 4, 5)):
-        for warps in (4, 8) if n >= 128 and not quick else (4,):
-            if n != 256 or warps == 8:
-                yield Tile(n, m, split, warps, stages)
+def tiles(n: int, k: int, rows: int, quick: bool) -> Iterator[Tile]:
+    """Tiles worth a try; a few of them, if it has to be `quick`: some programs to a tile, or equal shares of all."""
+    m, sms = linear_run.width(rows, torch.bfloat16), card(torch.device("cuda", 0)).sms
+    units, blocks = -(-k // linear_run.BLOCK_K), -(-rows // m)
+    shapes = [(64, 4, None), (64, 4, {16: 80, 32: 96, 64: 128}[m]), (128, 8, 128)]
+    shapes += [] if quick else [(128, 4, None), (256, 8, None)]
+    for (outputs, warps, registers), stages in product(shapes, (3, 4) if quick else (2, 3, 4, 5)):
+        of_all = -(-n // outputs) * blocks
+        for split in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16):
+            if -(-units // split) * split <= 1.15 * units and sms * 0.7 <= of_all * split <= sms * 8:
+                yield Tile(outputs, m, split, warps, stages, registers)
+        for per_sm in (1, 2, 3, 4, 5):
+            yield Tile(outputs, m, 1, warps, stages, registers, programs=max(1, per_sm * sms // blocks))
 
 
 def line(name: str, rows: int, us: float, size: int, flops: float, bandwidth: float, torch_us: float | None) -> str:
@@ -133,19 +137,20 @@ def linears(options: argparse.Namespace) -> None:
                     head = f"{model} {name} {kind}"
                     flops = 2.0 * rows * n * k
                     print(line(head, rows, us, first.nbytes, flops, options.bandwidth, beside[rows]), flush=True)
-                    if options.tune and rows <= 64:
+                    if options.tune and rows < linear_run.DENSE_FROM:
                         tune(x, weights, kind, n, k, us, options.quick)
 
 
 def tune(x: torch.Tensor, weights: list[Packed], kind: str, n: int, k: int, us: float, quick: bool) -> None:
     found = []
     rows = x.shape[0]
-    for at in tiles(kind, k, rows, quick):
+    for at in tiles(n, k, rows, quick):
         try:
             found.append((microseconds([lambda w=w, at=at: run(x, w, choice=at) for w in weights]), at))
         except Exception as error:  # noqa: BLE001 a tile that does not fit is not a candidate
             print(f"    {at}: {type(error).__name__}")
-    used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, rows, 1, card(x.device), x.dtype)
+    blocks = -(-rows // 64)
+    used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, rows, blocks, card(x.device), x.dtype)
     print(f"    used {used} {us:.1f} us; best:")
     for time, at in sorted(found, key=lambda pair: pair[0])[:5]:
         print(f"    {time:8.1f} us {at}", flush=True)
@@ -188,18 +193,15 @@ def gated(options: argparse.Namespace) -> None:
                 ]
                 names = ("linear", "activation", "one after the other", "in one kernel")
                 text = ", ".join(f"{name} {us:.1f}" for name, us in zip(names, times, strict=True))
-                same = torch.equal(fused(x, first, "silu"), gated_activation(run(x, first), "silu"))
-                print(f"{model} gate_up {kind:<8} rows {rows:>4}: us {text}; bits {'equal' if same else 'DIFFER'}")
+                print(f"{model} gate_up {kind:<8} rows {rows:>4}: us {text}")
                 tune_gated(x, weights, kind, times[-1])
 
 
 def tune_gated(x: torch.Tensor, weights: list[Packed], kind: str, us: float) -> None:
-    m, n, k = linear_run.width(x.shape[0], x.dtype), weights[0].n, weights[0].k
+    n, k = weights[0].n, weights[0].k
     used = linear_run.tile(linear_run.stored(weights[0]).kind, n, k, x.shape[0], 1, card(x.device), x.dtype)
     print(f"    {us:8.1f} us {used} is used")
-    tried = ((64, 1, 4, 3), (64, 1, 4, 4), (64, 2, 4, 3), (64, 5, 4, 3), (128, 1, 4, 3), (128, 2, 4, 3), (128, 5, 4, 3))
-    for outputs, split, warps, stages in (*tried, (128, 2, 8, 3)):
-        at = Tile(outputs, m, split, warps, stages)
+    for at in tiles(n, k, x.shape[0], quick=True):
         if at == used:
             continue
         try:
