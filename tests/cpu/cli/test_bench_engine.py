@@ -6,25 +6,14 @@ import json
 import os
 from pathlib import Path
 
+from bench_config import CONFIG
+
 from offroad.evidence import engine_bench
 from offroad.evidence.engine_bench import Case
 
 
 def test_the_command(offroad, tmp_path: Path, monkeypatch):
-    config = dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        vocab_size=500,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(engine_bench, "CASES", {"decode_c1": Case(1, 20, True), "prefill_8k": Case(1, 40, False)})
     out = tmp_path / "record.json"
     written, replace = [], os.replace

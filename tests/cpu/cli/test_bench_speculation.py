@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from bench_config import CONFIG
+
 from offroad.evidence import engine_bench
 from offroad.evidence.engine_bench import ANSWER, Case
 
@@ -15,20 +17,7 @@ DRAFTS = '{"method": "dummy", "num_speculative_tokens": 3, "acceptance": 0.7}'
 
 
 def test_verify_steps_are_measured(offroad, tmp_path: Path, monkeypatch):
-    config = dict(
-        architectures=["Qwen3ForCausalLM"],
-        model_type="qwen3",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        vocab_size=500,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setattr(engine_bench, "CASES", {"decode_c1": Case(1, 20, True), "decode_c8": Case(8, 20, True)})
     out = tmp_path / "record.json"
     words = ["bench", "engine", "--config", str(tmp_path / "config.json"), "--dummy-weights", "--device", "cpu"]
