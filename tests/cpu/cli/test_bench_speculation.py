@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from bench_config import CONFIG
 
 from offroad.evidence import engine_bench
