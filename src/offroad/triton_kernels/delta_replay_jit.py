@@ -170,6 +170,26 @@ def single_kernel(
         tl.store(states + inner, state.to(states.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _state_before(
+    boundary, states, keys, deltas, decays, bases, slot, head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """A head's state before a boundary [K, V], its places behind the slot's `states`, and which of them there are."""
+    base = tl.load(bases + slot)
+    key, value = tl.arange(0, K), tl.arange(0, V)
+    live = (key < DK)[:, None] & (value < DV)[None]
+    inner = head * (DK * DV) + key[:, None] * DV + value[None]
+    state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32)
+    keys += slot * (CAPACITY * (HEADS // GROUP) * DK)
+    deltas += slot * (CAPACITY * HEADS * DV)
+    decays += slot * (CAPACITY * HEADS)
+    count = (boundary - base).to(tl.int32)
+    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+    return state, inner, live
+
+
 @triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
 def fold_kernel(
     states, keys, deltas, decays, bases, slots, starts, first, state_slot,
@@ -179,19 +199,13 @@ def fold_kernel(
     """Program (r, h): folds the records before row first + r in value head h, where there are any."""
     row, head = first + tl.program_id(0), tl.program_id(1)
     slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row).to(tl.int64)
-    base = tl.load(bases + slot)
-    if start == base:
+    if start == tl.load(bases + slot):
         return
-    key, value = tl.arange(0, K), tl.arange(0, V)
-    live = (key < DK)[:, None] & (value < DV)[None]
-    place = states + slot * state_slot + head * (DK * DV) + key[:, None] * DV + value[None]
-    state = tl.load(place, mask=live & (base > 0), other=0.0).to(tl.float32)
-    keys += slot * (CAPACITY * (HEADS // GROUP) * DK)
-    deltas += slot * (CAPACITY * HEADS * DV)
-    decays += slot * (CAPACITY * HEADS)
-    count = (start - base).to(tl.int32)
-    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
-    tl.store(place, state.to(states.dtype.element_ty), mask=live)
+    states += slot * state_slot
+    state, inner, live = _state_before(
+        start, states, keys, deltas, decays, bases, slot, head, HEADS, GROUP, DK, DV, K, V, CAPACITY
+    )
+    tl.store(states + inner, state.to(states.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["slot", "boundary"])
@@ -202,16 +216,10 @@ def state_kernel(
 ):  # fmt: skip
     """Program (h): out [HEADS, DK, DV], the state of a slot before a boundary in value head h."""
     head, slot = tl.program_id(0), tl.cast(slot, tl.int64)
-    base = tl.load(bases + slot)
-    key, value = tl.arange(0, K), tl.arange(0, V)
-    live = (key < DK)[:, None] & (value < DV)[None]
-    inner = head * (DK * DV) + key[:, None] * DV + value[None]
-    state = tl.load(states + slot * state_slot + inner, mask=live & (base > 0), other=0.0).to(tl.float32)
-    keys += slot * (CAPACITY * (HEADS // GROUP) * DK)
-    deltas += slot * (CAPACITY * HEADS * DV)
-    decays += slot * (CAPACITY * HEADS)
-    count = (boundary - base).to(tl.int32)
-    state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
+    states += slot * state_slot
+    state, inner, live = _state_before(
+        boundary, states, keys, deltas, decays, bases, slot, head, HEADS, GROUP, DK, DV, K, V, CAPACITY
+    )
     tl.store(out + inner, state, mask=live)
 
 
