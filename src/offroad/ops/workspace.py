@@ -70,16 +70,17 @@ def live(spec: ModelSpec, device: DeviceProfile, settings: Settings, itemsize: i
     if widens:
         itemsize = FP32
     linears = [(linear.name, linear.n) for layer in spec.layers for linear in layer.linears if not linear.experts]
-    linears += [(linear.name, linear.n) for linear in spec.linears if linear.op == "linear"]
+    # What the model's own linears make is held while layers read it, and is made of two more of the kind.
+    held = sum(linear.n for linear in spec.linears if linear.op == "linear")
     # A gated activation makes half as many numbers of what it reads; other ops at most as many.
     gated = max((3 * n // 2 for name, n in linears if name.endswith("gate_up")), default=0)
-    others = max((2 * n for name, n in linears if not name.endswith("gate_up")), default=0)
+    others = max([3 * held, *(2 * n for name, n in linears if not name.endswith("gate_up"))])
     pairs = max((2 * 2 * layer.moe.size * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
     summed = max((3 * spec.hidden * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
     if widens:
         gated = gated * 4 // 3
     streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)
-    base = (3 + streams) * spec.hidden
+    base = (3 + streams) * spec.hidden + held
     return Live(itemsize * base, itemsize * others, max(itemsize * max(gated, pairs), FP32 * summed))
 
 
