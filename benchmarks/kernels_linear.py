@@ -221,6 +221,7 @@ def w8a8(options: argparse.Namespace) -> None:
             weight = random_weight("fp8", n, k)
             for rows in options.rows:
                 x = torch.randn(rows, k, device="cuda").bfloat16()
+                on = card(x.device)
                 q, qs, w, ws = linear_fp8.operands(weight, rows, x.device)
                 linear_fp8.quantise(x, q, qs)
                 linear_fp8.unpack(weight, w, ws)
@@ -229,7 +230,7 @@ def w8a8(options: argparse.Namespace) -> None:
                     "unpack": (lambda: linear_fp8.unpack(weight, w, ws), 2 * n * k, 0.0),  # noqa: B023
                     "product": (lambda: linear_fp8.scaled_product(q, qs, w, ws, x.dtype), n * k, 1.0),  # noqa: B023
                     "w8a8, all of it": (lambda: linear_fp8.run(x, weight, from_rows=1), n * k, 1.0),  # noqa: B023
-                    "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight, card(x.device)), n * k, 1.0),  # noqa: B023
+                    "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight, on), n * k, 1.0),  # noqa: B023
                 }
                 if rows <= 1024:
                     registers = lambda: linear_run.run(x, weight, dense_from=rows + 1)  # noqa: B023, E731

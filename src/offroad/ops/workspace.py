@@ -56,10 +56,13 @@ class Live:
         return self.base + max(self.mixer, self.rest)
 
     def beside(self, tokens: int, choices: Collection[tuple[str, int]]) -> int:
-        """Bytes beyond `most` of as many tokens, where kernels take bytes for a call, `choices` as (op, bytes)."""
-        anywhere = max((taken for op, taken in choices if op not in _MIXERS), default=0)
-        mixing = max((taken for op, taken in choices if op in _MIXERS), default=0)
-        peaks = tokens * self.rest + anywhere, tokens * self.mixer + max(mixing, anywhere)
+        """Bytes beyond `most` of as many tokens, where kernels take bytes for a call, `choices` as (op, bytes).
+        Embeddings come before all layers."""
+        named = [(op.partition(":")[0], taken) for op, taken in choices]
+        before = max((taken for op, taken in named if op == "embed"), default=0)
+        mixing = max((taken for op, taken in named if op in _MIXERS), default=0)
+        anywhere = max((taken for op, taken in named if op not in (*_MIXERS, "embed")), default=0)
+        peaks = before, tokens * self.rest + anywhere, tokens * self.mixer + max(mixing, anywhere)
         return max(peaks) - tokens * max(self.mixer, self.rest)
 
 

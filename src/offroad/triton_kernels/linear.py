@@ -19,7 +19,7 @@ from offroad.triton_kernels.memory import DENSE_BYTES, dense_bytes, dense_output
 
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
-SHARED_OF = {W4: 69632, W8: 82432, "dense": 98304}
+SHARED_OF = {W4: 69632, W8: 81920, "dense": 98304}
 REASON = {
     W4: "4-bit weights widened in registers, products in the activations' type",
     W8: "8-bit weights widened in registers, products in the activations' type",
@@ -155,6 +155,11 @@ def workspace(device: DeviceProfile, problem: Problem) -> int:
     return max(split_bytes(device.units), piece)
 
 
+def _embed_temporary(device: DeviceProfile, problem: Problem) -> int:
+    """Codes, numbers and scales of the step's rows on their way to activations: at most 16 bytes a number."""
+    return 16 * problem.load.tokens * problem.size("k")
+
+
 def _grouped_workspace(device: DeviceProfile, problem: Problem) -> int:
     return 0 if problem.invariant else split_bytes(device.units)
 
@@ -207,7 +212,11 @@ def register(registry: Registry) -> None:
                 workspace=workspace,
             )
         )
-        registry.add(TritonKernel(f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout))
+        registry.add(
+            TritonKernel(
+                f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout, temporary=_embed_temporary
+            )
+        )
     registry.add(
         TritonKernel(
             W8A8,

@@ -129,17 +129,18 @@ def _bytes(rows: torch.Tensor, count: int, units: int) -> torch.Tensor:
 
 
 def _codes(weight: Records, rows: torch.Tensor) -> torch.Tensor:
-    """Codes of some rows in the order of k, integers [rows, padded k]."""
-    q, at, count = weight.tensors["q"], rows % BLOCK_N, len(rows)
-    tile, own = rows // BLOCK_N, torch.arange(count, device=rows.device)
+    """Codes of some rows in the order of k, integers [rows, padded k]. Only the rows' own words are read, a 64th of
+    their records."""
+    q, at, tile = weight.tensors["q"], rows % BLOCK_N, rows // BLOCK_N
     if weight.layout == W8:
-        words = q[tile].view(count, -1, 4, 2, 2, 8, 4, 4).permute(0, 2, 4, 5, 1, 3, 7, 6)
-        parts = words[own, at // 16, at // 8 % 2, at % 8].contiguous().view(torch.uint8)  # ..., 16 k, pair * 4
+        words = q.view(len(q), -1, 4, 2, 2, 8, 4, 4).permute(0, 2, 4, 5, 1, 3, 7, 6)
+        parts = words[tile, at // 16, at // 8 % 2, at % 8].contiguous().view(torch.uint8)  # ..., 16 k, pair * 4
         return parts.unflatten(-1, (4, 2, 2)).transpose(-3, -2).flatten(1)
-    words = q[tile].view(count, -1, 4, 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 6, 5)
-    words = words[own, at // 16, at % 8][..., None, :, None]  # unit, 64 k, 16 k, upper 8 k, pair, parity
+    words = q.view(len(q), -1, 4, 2, 8, 4, 4).permute(0, 2, 4, 1, 3, 6, 5)
+    words = words[tile, at // 16, at % 8][..., None, :, None]  # unit, 64 k, 16 k, upper 8 k, pair, parity
     shift = torch.arange(0, 16, 8, device=q.device).view(2, 1, 1) + torch.arange(0, 32, 16, device=q.device)
-    return ((words >> (shift + (at // 8 % 2 * 4).view(-1, 1, 1, 1, 1, 1, 1))) & 15).flatten(1)
+    shift = (shift + (at // 8 % 2 * 4).view(-1, 1, 1, 1, 1, 1, 1)).to(torch.int32)  # as words: no wider codes
+    return ((words >> shift) & 15).flatten(1)
 
 
 def dequantised_rows(weight: Records, rows: torch.Tensor) -> torch.Tensor:

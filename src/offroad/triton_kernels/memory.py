@@ -69,5 +69,5 @@ def dense_outputs(n: int, k: int, itemsize: int, most: int) -> int:
 
 def split_bytes(units: int) -> int:
     """The most that parts of sums take, of linears for few tokens: as many programs as keep `units` busy, each
-    with a tile of 128 outputs by 64 tokens at most; 4 a unit is more than tiles are cut for."""
-    return 4 * 128 * 64 * 4 * units
+    with a tile of 128 outputs by 64 tokens at most; 5 a unit is more than tiles are cut for."""
+    return 5 * 128 * 64 * 4 * units

@@ -87,6 +87,8 @@ def test_half_activations_bias_order_and_parts_of_k(layout: str, group: int, sym
         half = {"w": weight.tensors["w"].to(getattr(torch, dtype))}
         weight, mine = replace(weight, tensors={"w": half["w"].float()}), replace(mine, tensors=half)
     x = torch.randn(5, k).to(getattr(torch, dtype))
+    shares = Tile(64, 16, 1, programs=3)  # of an output begin elsewhere than in the linear alone: not its bits
+    check(fused(x, mine, kind, choice=shares), x, weight, kind, dtype)
     for n, split in ((64, 2), (128, 1), (256, 2)):
         if size % (n // 2) or (n == 256 and layout != "fp8"):
             continue

@@ -207,7 +207,7 @@ from offroad.triton_kernels.compile import compile_variant
 from offroad.triton_kernels.linear import SHARED_OF, W4, W8
 from offroad.triton_kernels.linear_variants import variants
 largest = {
-    ("linear int4 g128, 16 rows", 120): W4,
+    ("linear int4 g32, more rows", 90): W4,
     ("grouped linear fp8, 32 rows", 120): W8,
     ("grouped linear bf16, 64 rows", 90): "dense",
 }

@@ -83,7 +83,9 @@ def test_what_chunks_of_recurrent_layers_hand_on(dtype: str):
     assert counted.nbytes - out.nbytes == verdict.temporary > 0
 
 
-@pytest.mark.parametrize(("n", "k"), [(34816, 5120), (5120, 17408), (4096, 4096), (256, 2560), (5376, 21504)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(34816, 5120), (5120, 17408), (4096, 4096), (256, 2560), (5376, 21504), (13824, 1152)]
+)
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_parts_of_sums_take_no_more_than_planned(kind: str, n: int, k: int):
     on = linear_run.Card(H100.units, True)
