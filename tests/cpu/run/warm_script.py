@@ -28,7 +28,7 @@ from offroad.settings import Settings
 from offroad.speculate.config import drafting
 from offroad.triton_kernels import dependent, warm
 from offroad.triton_kernels.draw import fused_draw
-from offroad.triton_kernels.memory import MEMORY
+from offroad.triton_kernels.memory import MEMORY, dense_bytes, dense_outputs, split_bytes
 from offroad.weights.dummy import DummySource
 from offroad.weights.load import load
 
@@ -146,9 +146,17 @@ def served(plan: Plan, runner: Runner, count: int) -> warm.Launches:
     return launches
 
 
-def shared_memory(plan: Plan) -> tuple[int, int]:
-    """(bytes that were asked for at once, planned)."""
-    return MEMORY.most.pop(torch.device("meta"), 0), plan.memory.workspaces.kept
+def shared_memory(plan: Plan) -> tuple[int, int, int, int]:
+    """(bytes that were asked for at once, planned, the largest piece of a dequantised weight, the least planned)."""
+    most = dense_bytes(plan.device.memory)
+    packed = [
+        choice.problem for choice in plan.cells.values() if choice.kernel in ("triton.linear_w4", "triton.linear_w8")
+    ]
+    pieces = [
+        2 * problem.size("k") * dense_outputs(problem.size("n"), problem.size("k"), 2, most) for problem in packed
+    ]
+    asked = MEMORY.most.pop(torch.device("meta"), 0)
+    return asked, plan.memory.workspaces.kept, max(pieces, default=0), split_bytes(plan.device.units)
 
 
 def closed(name: str, count: int) -> dict:
