@@ -227,8 +227,8 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias"}),
             dtypes=frozenset({"bfloat16", "float16"}),
             layout=W8,
-            reason=f"prompts, from {DENSE_FROM} tokens of a step on: activations rounded to e4m3, products by "
-            "cuBLASLt's FP8 units; else weights widened in registers",
+            reason=f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, "
+            "products by cuBLASLt's FP8 units; else weights widened in registers",
             invariant=False,
             workspace=_w8a8_workspace,
             asked=ASKED,

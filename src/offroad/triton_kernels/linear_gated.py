@@ -39,7 +39,8 @@ def fused(
     x, it = x.contiguous(), stored(weight)
     rows = x.shape[0]
     y = torch.empty(rows, weight.n // 2, dtype=x.dtype, device=x.device)
-    at = choice or tile(it.kind, weight.n, weight.k, rows, -(-rows // 64), on or card(x.device), x.dtype)
+    blocks = -(-rows // 64)
+    at = choice or tile(it.kind, weight.n, weight.k, rows, blocks, on or card(x.device), x.dtype, summed=it.summed)
     launch(x, it, y, weight, at, -(-rows // at.m), weight.n, gate=kind)
     return y
 

@@ -71,7 +71,7 @@ def grouped(
     alone = pairs <= PAIRS and not invariant
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
     blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype, grouped=True)
+    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype, True, it.summed)
     if invariant:
         at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
     if alone:

@@ -220,8 +220,10 @@ def linear(
         rm = tl.load(ids + rm)
     ok = rm < rows
     source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
-    there = ok[None, :] & (tl.arange(0, BN) < BN)[:, None]
-    if SPLIT > 0:
+    there = tl.broadcast_to(ok[None, :], (BN, BM))
+    if (
+        SPLIT > 0
+    ):  # a way of its own, without a loop around: what may end within a tile takes half as many registers more
         pn, part = program % tiles, program // tiles
         begin, end = part * units // SPLIT, (part + 1) * units // SPLIT
         acc = _product(

@@ -129,8 +129,8 @@ def _bytes(rows: torch.Tensor, count: int, units: int) -> torch.Tensor:
 
 
 def _codes(weight: Records, rows: torch.Tensor) -> torch.Tensor:
-    """Codes of some rows in the order of k, integers [rows, padded k]. Only the rows' own words are read, a 64th of
-    their records."""
+    """Codes of some rows in the order of k, integers [rows, padded k]. Only the words that hold a row's are read, of
+    8 bits a 64th of its records, of 4 bits a 32nd."""
     q, at, tile = weight.tensors["q"], rows % BLOCK_N, rows // BLOCK_N
     if weight.layout == W8:
         words = q.view(len(q), -1, 4, 2, 2, 8, 4, 4).permute(0, 2, 4, 5, 1, 3, 7, 6)

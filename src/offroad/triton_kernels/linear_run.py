@@ -87,6 +87,11 @@ class Stored:
     s_group: int = 0
 
     @property
+    def summed(self) -> bool:
+        """Whether minima are multiplied by sums of x, which takes registers beside the product's."""
+        return self.m is not None and self.fold == 1
+
+    @property
     def flags(self) -> dict[str, Any]:
         return {
             "KIND": self.kind,
@@ -131,9 +136,18 @@ def width(rows: int, dtype: torch.dtype) -> int:
 
 
 def tile(
-    kind: str, n: int, k: int, rows: int, blocks: int, card: Card, dtype: torch.dtype, grouped: bool = False
+    kind: str,
+    n: int,
+    k: int,
+    rows: int,
+    blocks: int,
+    card: Card,
+    dtype: torch.dtype,
+    grouped: bool = False,
+    summed: bool = False,
 ) -> Tile:
-    """The tile for `rows` tokens a block, `blocks` of which run beside each other; `grouped`: of experts."""
+    """The tile for `rows` tokens a block, `blocks` of which run beside each other; `grouped`: of experts; `summed`: as
+    `Stored` says, which leaves no room for a limit of registers."""
     m, units = width(rows, dtype), -(-k // BLOCK_K)
     four, eight, pairs = kind in ("int4", "e2m1"), kind in ("int8", "e4m3"), -(-n // BLOCK_N) % 2 == 0
     if dtype == torch.float32:
@@ -144,13 +158,14 @@ def tile(
         wide = 128 if pairs and m < 64 else 64
         return Tile(wide, m, splits(-(-n // wide) * blocks, units, ENOUGH_GROUPED_8_BIT * card.sms), stages=3)
     wanted = ENOUGH[m] * card.sms
-    if four and pairs and m == 64 and blocks > 1 and card.wgmma and not grouped:  # x is read half as often
+    limited = four and card.wgmma and not summed
+    if limited and pairs and m == 64 and blocks > 1 and not grouped:  # x is read half as often
         return Tile(128, m, splits(-(-n // 128) * blocks, units, wanted), warps=8, stages=3, registers=128)
     split = splits(-(-n // 64) * blocks, units, wanted)
     if eight and split == 1 and m < 64 and blocks == 1 and card.wgmma:  # else an SM with a program more ends late
         return Tile(64, m, 1, stages=4, programs=SHARES * card.sms)
     # With more registers an SM has one program less of 32 tokens, and the last ones start when others end.
-    return Tile(64, m, split, stages=3, registers=96 if four and m == 32 and card.wgmma else None)
+    return Tile(64, m, split, stages=3, registers=96 if limited and m == 32 else None)
 
 
 def card_of(profile: DeviceProfile) -> Card:
@@ -196,7 +211,10 @@ def run(
     if rows:
         it = stored(weight)
         assumed = INVARIANT_ROWS if invariant else rows
-        at = choice or tile(it.kind, weight.n, weight.k, assumed, -(-assumed // 64), on or card(x.device), x.dtype)
+        blocks = -(-assumed // 64)
+        at = choice or tile(
+            it.kind, weight.n, weight.k, assumed, blocks, on or card(x.device), x.dtype, summed=it.summed
+        )
         sums = at.sums(weight.n, weight.k)
         piece = max(1, DENSE_BYTES // (4 * sums)) * at.m if invariant and sums else rows  # whose sums have room
         for first in range(0, rows, piece):

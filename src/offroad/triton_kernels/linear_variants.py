@@ -73,6 +73,8 @@ def variants() -> Iterator[Variant]:
     yield _variant("linear int4 g128, more rows", "int4", 64, 128, STAGES=3, SPLIT=1, archs=hopper, **wide)
     yield _variant("linear int4 g32, more rows", "int4", 64, 128, FOLD=4, STAGES=3, SPLIT=1, archs=hopper, **wide)
     yield _variant("linear int4 g128 asymmetric, 16 rows", "int4", 16, 64, HAS_M=True, archs=both, **few)
+    yield _variant("linear int4 g128 asymmetric, 32 rows", "int4", 32, 64, HAS_M=True, archs=hopper, **few)
+    yield _variant("linear int4 g128 asymmetric, 64 rows", "int4", 64, 64, HAS_M=True, archs=hopper, **few)
     yield _variant("linear int4 g32, 16 rows", "int4", 16, 64, FOLD=4, archs=both, **few)
     nvfp4 = dict(FOLD=8, E4M3_SCALES=True, HAS_ROW_SCALE=True)
     yield _variant("linear nvfp4, 16 rows", "e2m1", 16, 64, archs=both, **few | nvfp4)
