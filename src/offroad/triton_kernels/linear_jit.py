@@ -221,9 +221,8 @@ def linear(
     ok = rm < rows
     source = tl.where(ok, rm // per_token, 0) if GROUPED else rm
     there = tl.broadcast_to(ok[None, :], (BN, BM))
-    if (
-        SPLIT > 0
-    ):  # a way of its own, without a loop around: what may end within a tile takes half as many registers more
+    # A tile's own programs go without the loop of shares, which takes registers (125 for 78, 253 for 151 of 64 tokens).
+    if SPLIT > 0:
         pn, part = program % tiles, program // tiles
         begin, end = part * units // SPLIT, (part + 1) * units // SPLIT
         acc = _product(
