@@ -10,7 +10,7 @@ from offroad.errors import SettingsError
 
 
 def test_the_profiles_that_come_along():
-    assert profile_names() == ["cpu-avx2", "gb10", "h100-80gb", "rtx5090", "rtxpro6000", "v100-32gb"]
+    assert profile_names() == ["cpu-avx2", "gb10", "h100-80gb", "h200-141gb", "rtx5090", "rtxpro6000", "v100-32gb"]
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -101,6 +101,9 @@ def test_a_probed_device_takes_the_rates_of_its_kind_and_tells_what_differs():
     assert (
         compared(replace(known, memory=96 * 1024**3)).notes[0].startswith("rates are those of the profile rtxpro6000")
     )
+    h200 = compared(replace(load_profile("h100-80gb"), memory=143_155 * 1024**2, l2=60 * 1024**2))
+    assert h200.notes == ("rates are those of the profile h200-141gb; nothing was measured",)
+    assert h200.bandwidth > 1.4 * load_profile("h100-80gb").bandwidth
     unknown = compared(replace(known, compute_capability=(8, 6), bandwidth=0.0))
     assert unknown.bandwidth == 0.0
     assert "no profile of devices like" in unknown.notes[0]
