@@ -1,6 +1,7 @@
 """Gated DeltaNet: causal convolution, gates, delta rule and gated norm, over states kept in the sequence's slot.
 
-Formulas: Yang et al., "Gated Delta Networks" (2024), as Qwen3.5 uses them. All of the rule is computed in fp32.
+Formulas: Yang et al., "Gated Delta Networks" (2024), as Qwen3.5 uses them. All of the rule is computed in fp32, or
+in float64 where inputs and states are in that: tests judge kernels in fp32 by it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch.nn.functional import pad, silu, softplus
 
 from offroad.models.spec import GatedDeltaSpec
-from offroad.ops.norm import norm
+from offroad.ops.norm import norm, widened
 from offroad.ops.spec import OpSpec, Tolerance
 from offroad.run.rows import ReplayView, RingView, Rows
 
@@ -59,8 +60,8 @@ def gated_delta(
     raw, z = qkvz.split((spec.channels, spec.value_width), dim=-1)
     mixed = silu(convolve(raw, conv, rows, weights.conv)).to(qkvz.dtype)
     q, k, v = _heads(mixed, spec)
-    b, a = ba.float().chunk(2, dim=-1)
-    decay = -weights.a_log.exp() * softplus(a + weights.dt_bias)
+    b, a = widened(ba).chunk(2, dim=-1)
+    decay = -weights.a_log.to(a.dtype).exp() * softplus(a + weights.dt_bias)
     out = torch.empty_like(v)
     cut = int(rows.width[: rows.verify].sum())
     if cut:
@@ -75,7 +76,7 @@ def gated_delta(
         else:
             state.data[slot, (start + width - 1) % state.capacity] = after.to(state.data.dtype)
     normed = norm(out.to(qkvz.dtype), None, eps) * weights.norm
-    gate = z.float().view_as(normed)
+    gate = widened(z).view_as(normed)
     return (normed * (silu(gate) if spec.gate == "silu" else gate.sigmoid())).to(qkvz.dtype).flatten(1)
 
 
@@ -88,8 +89,8 @@ def _without_gaps(rows: Rows, device: torch.device) -> tuple[Rows, torch.Tensor]
 
 
 def convolve(raw: torch.Tensor, ring: RingView, rows: Rows, weight: torch.Tensor) -> torch.Tensor:
-    """Causal depthwise convolution of each row's raw columns [tokens, channels] behind those in the ring, fp32; stores
-    the newest columns of each row."""
+    """Causal depthwise convolution of each row's raw columns [tokens, channels] behind those in the ring, widened;
+    stores the newest columns of each row."""
     back, device = weight.shape[1] - 1, raw.device
     count = len(rows.slot)
     row_of = torch.repeat_interleave(torch.arange(count, device=device), rows.width_t.long(), output_size=len(raw))
@@ -98,7 +99,7 @@ def convolve(raw: torch.Tensor, ring: RingView, rows: Rows, weight: torch.Tensor
     kept = ring.data[rows.slot_t.long()[:, None], older % ring.capacity]
     kept = torch.where((older >= 0)[..., None], kept, torch.zeros_like(kept))
     columns = torch.cat((kept.flatten(0, 1).to(raw.dtype), raw))
-    out = torch.zeros(raw.shape, device=device)
+    out = torch.zeros(raw.shape, dtype=torch.promote_types(raw.dtype, weight.dtype), device=device)
     for tap in range(back + 1):
         behind = at - (back - tap)
         index = torch.where(
@@ -106,7 +107,7 @@ def convolve(raw: torch.Tensor, ring: RingView, rows: Rows, weight: torch.Tensor
             count * back + rows.offset_t.long()[row_of] + behind,
             row_of * back + back + behind,
         )
-        out += columns[index].float() * weight[:, tap]
+        out += widened(columns[index]) * weight[:, tap]
     newest = at >= rows.width_t.long()[row_of] - ring.capacity
     where = (rows.start_t.long()[row_of] + at)[newest] % ring.capacity
     ring.data[rows.slot_t.long()[row_of[newest]], where] = raw[newest].to(ring.data.dtype)
@@ -115,9 +116,9 @@ def convolve(raw: torch.Tensor, ring: RingView, rows: Rows, weight: torch.Tensor
 
 def _heads(mixed: torch.Tensor, spec: GatedDeltaSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q and k of unit length (q also divided by sqrt(key_dim)) [tokens, value_heads, key_dim], v [tokens, value_heads,
-    value_dim]; fp32."""
+    value_dim]; widened."""
     width = spec.key_heads * spec.key_dim
-    q, k, v = mixed.float().split((width, width, spec.value_width), dim=-1)
+    q, k, v = widened(mixed).split((width, width, spec.value_width), dim=-1)
     repeat = spec.value_heads // spec.key_heads
 
     def unit(x: torch.Tensor) -> torch.Tensor:
@@ -160,10 +161,10 @@ def _verify(
 
 
 def _states(ring: RingView | ReplayView, slots: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """The states before each row's first token, fp32 [rows, heads, key_dim, value_dim]."""
+    """The states before each row's first token, widened [rows, heads, key_dim, value_dim]."""
     if isinstance(ring, ReplayView):
         return ring.at(slots, start)
-    state = ring.data[slots, (start - 1) % ring.capacity].float()
+    state = widened(ring.data[slots, (start - 1) % ring.capacity])
     return torch.where((start > 0)[:, None, None, None], state, torch.zeros_like(state))
 
 

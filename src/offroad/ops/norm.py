@@ -1,4 +1,5 @@
-"""Root-mean-square norms and their fusions with residual adds. Statistics in fp32, output in the input's dtype."""
+"""Root-mean-square norms and their fusions with residual adds. Statistics in fp32 (in float64 for float64 inputs),
+output in the input's dtype."""
 
 from __future__ import annotations
 
@@ -9,9 +10,14 @@ from offroad.ops.spec import OpSpec, Tolerance
 TOLERANCE = {"float32": Tolerance(2e-5, 1e-5), "bfloat16": Tolerance(2e-2, 1.6e-2), "float16": Tolerance(2e-3, 2e-3)}
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x in the dtype that is computed in: fp32, or float64 for x in float64, by which tests judge kernels in fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)`; x [tokens, hidden], weight fp32 [hidden] (None: 1)."""
-    wide = x.float()
+    wide = widened(x)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight).to(x.dtype)
 

@@ -11,7 +11,7 @@ from offroad.device.profile import DeviceProfile
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest allowed difference to the fp32 reference: `|a - b| <= absolute + relative * |b|`."""
+    """Largest allowed difference to the reference in fp32 or wider: `|a - b| <= absolute + relative * |b|`."""
 
     absolute: float
     relative: float

@@ -178,8 +178,9 @@ class ReplayView:
         return folding(self.base[slots], starts, self.lag, self.capacity - self.lag)
 
     def at(self, slots: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The states that `lengths` tokens have left, int64 [n] each; fp32 [n, heads, key_dim, value_dim]. With G the
-        running sum of decays over n records, `S = e^(G_n) S_base + sum_i e^(G_n - G_i) key_i delta_i^T`."""
+        """The states that `lengths` tokens have left, int64 [n] each; [n, heads, key_dim, value_dim] in the
+        records' dtype. With G the running sum of decays over n records,
+        `S = e^(G_n) S_base + sum_i e^(G_n - G_i) key_i delta_i^T`."""
         base = self.base[slots]
         position = base[:, None] + torch.arange(self.lag, device=base.device)
         where = slots[:, None], position % self.capacity
@@ -192,7 +193,7 @@ class ReplayView:
         total = decay.cumsum(1)
         left = (total[:, -1:] - total).exp()
         key = key.repeat_interleave(delta.shape[2] // key.shape[2], dim=2)
-        state = torch.where((base > 0)[:, None, None, None], self.state[slots].float(), 0.0)
+        state = torch.where((base > 0)[:, None, None, None], self.state[slots].to(decay.dtype), 0.0)
         return state * total[:, -1].exp()[..., None, None] + torch.einsum("nch,nchk,nchv->nhkv", left, key, delta)
 
     def before(self, slot: int, boundary: int, count: int) -> torch.Tensor:

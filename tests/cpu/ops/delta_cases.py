@@ -125,7 +125,8 @@ class Device:
             return
         shapes = ((spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim), (spec.value_heads,))
         lag = self.lag or self.k + 1
-        records = [torch.full((self.slots, lag + self.k + 1, *shape), float("nan")) for shape in shapes]
+        each, wide = lag + self.k + 1, torch.promote_types(self.stored, torch.float32)
+        records = [torch.full((self.slots, each, *shape), float("nan"), dtype=wide) for shape in shapes]
         data = torch.full((self.slots, *state), float("nan"), dtype=self.stored)
         self.state = ReplayView(data, *records, torch.zeros(self.slots, dtype=torch.int64), lag)
 

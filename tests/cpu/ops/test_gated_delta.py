@@ -10,6 +10,7 @@ import pytest
 import torch
 from delta_cases import SPEC, Device, Part, Tape, inputs_of, plain, weights_of
 
+from offroad.ops import gated_delta, norm
 from offroad.ops.gated_delta import TOLERANCE
 
 WEIGHTS = weights_of(SPEC)
@@ -157,6 +158,42 @@ def test_no_decay_keeps_what_was_learnt(tape: Tape):
     weights.a_log[:] = -30.0
     tape, device = Tape(SPEC, weights, 150), Device(SPEC, weights)
     close(device.step([tape.part(0, 0, 150)])[0], tape.out)
+
+
+def test_float64_is_computed_in_float64(tape: Tape):
+    """The formulas' own numbers but for float64's rounding, where fp32 is as far from them as fp32 rounds."""
+
+    def run(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        device = Device(SPEC, WEIGHTS, k=1, dtype=dtype, stored=dtype, lag=4)
+        out = [*device.step([tape.part(2, 0, 200)]), *device.step([tape.part(2, 200, 203)])]
+        out += [device.step(verify=[tape.part(2, t, t + 2)])[0] for t in range(203, 223, 2)]
+        return torch.cat(out), device.state_at(2, 223)
+
+    expected = tape.out[:223], tape.states[222]
+    for wide, narrow, exact in zip(run(torch.float64), run(torch.float32), expected, strict=True):
+        assert (wide.dtype, narrow.dtype) == (torch.float64, torch.float32)
+        assert (wide - exact).abs().max() < 1e-12
+        assert (narrow - exact).abs().max() > 1e-8
+        close(narrow, wide)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fp32_and_halves_are_computed_in_fp32(tape: Tape, monkeypatch, dtype: torch.dtype):
+    """With plain conversions to fp32 in place of widening, the bits are the same."""
+
+    def run() -> list[torch.Tensor]:
+        device = Device(SPEC, WEIGHTS, k=1, dtype=dtype, lag=4)
+        out = device.step([tape.part(2, 0, 70)])
+        out += [device.step(verify=[tape.part(2, t, t + 2)])[0] for t in range(70, 82, 2)]
+        return [*out, device.state_at(2, 82)]
+
+    found = run()
+    for module in (gated_delta, norm):
+        monkeypatch.setattr(module, "widened", torch.Tensor.float)
+    for ours, plainly in zip(found, run(), strict=True):
+        assert ours.dtype == plainly.dtype
+        assert torch.equal(ours, plainly)
+    assert (found[0].dtype, found[-1].dtype) == (dtype, torch.float32)
 
 
 def test_bfloat16_activations(tape: Tape):

@@ -1,4 +1,9 @@
-"""The Gated DeltaNet kernel beside the reference: both run the same steps over rings of their own, full of NaN."""
+"""The Gated DeltaNet kernel beside the reference: both run the same steps over rings of their own, full of NaN.
+
+Beside fp32 the reference is evaluated in float64, so that the kernel's error alone is held against the tolerance: of
+many numbers some are where two computations in fp32 err to opposite sides. Beside halves it is not: where the op rounds
+to them is a part of it.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +60,17 @@ class Pair:
             self.normal(spec.value_dim) * 0.3 + 1,
         )
         self.slots, self.lag = slots, lag
-        self.reference, self.rings = self._rings(), self._rings()
+        # Of the reference's inputs and states.
+        self.wide, stored = (torch.float64, torch.float64) if dtype == "float32" else (self.dtype, torch.float32)
+        self.reference, self.rings = self._rings(stored), self._rings(torch.float32)
         registry = default_registry()
         self.kernel = registry.kernels["triton.gated_delta"].prepare(H100, Problem("gated_delta", "decode", dtype))
 
-    def _rings(self) -> tuple[RingView, RingView | ReplayView]:
+    def _rings(self, stored: torch.dtype) -> tuple[RingView, RingView | ReplayView]:
+        """(raw columns, states or what they are replayed from in `stored`)."""
         spec, k = self.spec, self.k
 
-        def dirty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def dirty(*shape: int, dtype: torch.dtype = stored) -> torch.Tensor:
             return torch.full((self.slots, *shape), float("nan"), dtype=dtype, device=self.device)
 
         conv, each = RingView(dirty(spec.kernel + k, spec.channels, dtype=self.dtype)), self.lag + k + 1
@@ -91,10 +99,10 @@ class Pair:
         rows = rows_of([*verify, *chunks], len(verify), self.device)
         qkvz, ba = self.inputs(rows.tokens, repeat)
         common = (rows, self.spec, self.weights, EPS)
-        expected = gated_delta(qkvz, ba, *self.reference, *common)
+        expected = gated_delta(qkvz.to(self.wide), ba.to(self.wide), *self.reference, *common)
         found = self.kernel(qkvz, ba, *self.rings, *common)
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        # Where nothing decays, the reference's fp32 rounds as much as the kernel's.
+        assert (found.dtype, found.shape) == (self.dtype, expected.shape)
+        # Where nothing decays, fp32 rounds by more: the kernel's, and beside halves the reference's too.
         self._close(found, expected, 4 if repeat else 1)
         for mine, theirs in zip(tensors_of(self.rings[1]), tensors_of(self.reference[1]), strict=True):
             self._close(mine, theirs, 4 if repeat else 1)
@@ -123,8 +131,9 @@ class Pair:
 
     def _close(self, found: torch.Tensor, expected: torch.Tensor, times: int = 1) -> None:
         limit = TOLERANCE[self.name]
+        assert found.dtype == (torch.float32 if expected.dtype == torch.float64 else expected.dtype)
         bounds = dict(atol=times * limit.absolute, rtol=times * limit.relative)
-        torch.testing.assert_close(found, expected, **bounds, equal_nan=True)
+        torch.testing.assert_close(found.to(expected.dtype), expected, **bounds, equal_nan=True)
 
     def alone(self, spans: Sequence[Span]) -> None:
         """Each verify row gives the same bits alone as among the others, in outputs and rings."""
