@@ -85,14 +85,20 @@ def _library(source: Source, without: int | None) -> ctypes.CDLL:
         text = BARRIER.join(parts[: without + 1]) + ";" + BARRIER.join(parts[without + 1 :])
     names = [line.split("(")[-2].split()[-1] for line in text.splitlines() if line.startswith('extern "C" __global__')]
     launches = _SIZE + "".join(_LAUNCH.format(name=name) for name in names)
+    return built(_ENTRY.format(text=text, launches=launches), source.options)
+
+
+def built(text: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """A text of C++ that includes what it needs of emulator/, compiled and loaded."""
     folder = Path(tempfile.mkdtemp(prefix="offroad-emulated-"))
-    made = folder / f"{hashlib.blake2b(repr(source).encode(), digest_size=8).hexdigest()}.so"
+    made = folder / f"{hashlib.blake2b(repr((text, options)).encode(), digest_size=8).hexdigest()}.so"
     entry = folder / "entry.cpp"
-    entry.write_text(_ENTRY.format(text=text, launches=launches))
+    entry.write_text(text)
     includes = [f"-I{place}" for place in (EMULATOR, FOLDER / "include")]
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
-    command += [*includes, *source.options, str(entry), "-o", str(made)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *includes, *options, str(entry), "-o", str(made)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     library = ctypes.CDLL(str(made))
     shutil.rmtree(folder)

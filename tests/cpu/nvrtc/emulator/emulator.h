@@ -12,6 +12,7 @@
 #include <cmath>
 
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -60,28 +61,41 @@ struct Thread {
     jmp_buf jump;
     Index index;
     int number;
-    bool done, begun, held;  // held: waits for the block
+    bool done, begun, held;  // held: waits for others
 };
-inline Thread threads[MOST];
-inline Warp warps[MOST / 32];
-inline char* stacks;
+struct Block {
+    Thread threads[MOST];
+    Warp warps[MOST / 32];
+    int waiting, live;
+    long round;
+};
+inline Block* block;  // whose threads run
 inline jmp_buf home;
 inline Thread* current;
-inline int waiting, live;
-inline long round_number;
+inline long progress;  // grows whenever something comes that threads may wait for
 inline void (*body)(const void*);
 inline const void* body_argument;
+
+inline Warp& current_warp() { return block->warps[current->number / 32]; }
 
 inline void give_way() {
     if (!_setjmp(current->jump)) _longjmp(home, 1);
 }
 
+// Waits as long as `ready` says no.
+template <class Ready>
+inline void hold(Ready ready) {
+    current->held = true;
+    while (!ready()) give_way();
+    current->held = false;
+}
+
 inline void enter() {
     body(body_argument);
     current->done = true;
-    Warp& warp = warps[current->number / 32];
-    live--, warp.live--;
-    if (live && waiting == live) waiting = 0, round_number++;
+    Warp& warp = current_warp();
+    block->live--, warp.live--, progress++;
+    if (block->live && block->waiting == block->live) block->waiting = 0, block->round++;
     if (warp.live && warp.waiting == warp.live) {
         fprintf(stderr, "a thread left while its warp waited for it\n");
         abort();
@@ -97,17 +111,25 @@ inline void go_on(Thread& thread) {
     setcontext(&thread.context);
 }
 
-inline Warp& warp_barrier() {
-    Warp& warp = warps[current->number / 32];
+// The last lane does `together` before any goes on.
+template <class Together>
+inline Warp& warp_barrier(Together together) {
+    Warp& warp = current_warp();
     long round = warp.round;
-    if (++warp.waiting == warp.live) warp.waiting = 0, warp.round++;
-    while (warp.round == round) give_way();
+    if (++warp.waiting == warp.live) {
+        together();
+        warp.waiting = 0, warp.round++, progress++;
+    }
+    hold([&] { return warp.round != round; });
     return warp;
+}
+inline Warp& warp_barrier() {
+    return warp_barrier([] {});
 }
 
 // Every lane puts up an item and gets the others'; they stay valid until the lane calls `warp_barrier`.
 inline Warp& exchange(const void* item) {
-    warps[current->number / 32].items[current->number % 32] = item;
+    current_warp().items[current->number % 32] = item;
     return warp_barrier();
 }
 }  // namespace emulator
@@ -119,11 +141,10 @@ constexpr unsigned SHARED_ROOM = 1 << 17;
 extern __align__(16) unsigned char shared[SHARED_ROOM];
 
 inline void __syncthreads() {
-    long round = emulator::round_number;
-    if (++emulator::waiting == emulator::live) emulator::waiting = 0, emulator::round_number++;
-    emulator::current->held = true;
-    while (emulator::round_number == round) emulator::give_way();
-    emulator::current->held = false;
+    emulator::Block& block = *emulator::block;
+    long round = block.round;
+    if (++block.waiting == block.live) block.waiting = 0, block.round++, emulator::progress++;
+    emulator::hold([&] { return block.round != round; });
 }
 inline void __syncwarp(unsigned = 0xFFFFFFFFu) { emulator::warp_barrier(); }
 inline void __threadfence() {}
@@ -132,9 +153,14 @@ inline float __shfl_xor_sync(unsigned, float x, int lanes) {
     emulator::warp_barrier();
     return result;
 }
+inline int __shfl_sync(unsigned, int x, int lane) {
+    int result = *(const int*)emulator::exchange(&x).items[lane];
+    emulator::warp_barrier();
+    return result;
+}
 inline unsigned atomicAdd(unsigned* at, unsigned x) {
     unsigned before = *at;
-    *at += x;
+    *at += x, emulator::progress++;
     return before;
 }
 inline float __ldcg(const float* at) { return *at; }
@@ -146,6 +172,11 @@ inline T __ldg(const T* at) {
 template <class T>
 inline T __ldcs(const T* at) {
     return *at;
+}
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
@@ -165,49 +196,65 @@ inline unsigned* permutation(unsigned count, unsigned order) {
     return places;
 }
 
-// Lets each thread of a warp go on once, or, if `far`, until all of them wait for the block.
+// Lets each thread of a warp go on once, or, if `far`, until all of them wait for others.
 inline void go_far(unsigned warp, unsigned size, bool far) {
     for (bool again = true; again;) {
+        long round = block->warps[warp].round;
         again = false;
         for (unsigned i = warp * 32; i < size && i < warp * 32 + 32; i++) {
-            Thread& thread = threads[i];
+            Thread& thread = block->threads[i];
             if (thread.done) continue;
             go_on(thread);
             again |= far && !thread.done && !thread.held;
         }
+        again |= far && block->warps[warp].round != round;
     }
 }
 
-// Runs `call` for every thread of every block, blocks and threads in the order that `order` picks.
+// Makes a block's threads ready to begin, with STACK bytes for each of them.
+inline void prepare(Block& block, unsigned size, char* stacks) {
+    for (Warp& warp : block.warps) warp = Warp();
+    block.live = size, block.waiting = 0, block.round = 0;
+    for (unsigned i = 0; i < size; i++) {
+        Thread& thread = block.threads[i];
+        thread.index = {i, 0, 0}, thread.number = i, thread.done = thread.begun = thread.held = false;
+        block.warps[i / 32].live++;
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
+        thread.context.uc_stack.ss_size = STACK;
+        makecontext(&thread.context, enter, 0);
+    }
+}
+
+// What the launch that follows runs for each thread.
 template <class Call>
-inline void run(Call call, const unsigned grid[3], unsigned size, unsigned shared_bytes, unsigned order) {
+inline void begin(const Call& call, const unsigned grid[3], unsigned size) {
     body = [](const void* given) { (*(const Call*)given)(); };
     body_argument = &call;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {size, 1, 1};
-    if (!stacks) stacks = (char*)malloc((size_t)MOST * STACK);
+}
+
+// Runs `call` for every thread of every block, one block after the other, blocks and threads in the order that `order`
+// picks.
+template <class Call>
+inline void run(Call call, const unsigned grid[3], unsigned size, unsigned shared_bytes, unsigned order) {
+    static Block only;
+    static char* stacks = (char*)malloc((size_t)MOST * STACK);
+    begin(call, grid, size);
+    block = &only;
     unsigned count = grid[0] * grid[1] * grid[2], *blocks = permutation(count, order), ceil = (size + 31) / 32;
     unsigned* warps_in_turn = permutation(ceil, order);
     for (unsigned number = 0; number < count; number++) {
-        unsigned block = blocks[number];
-        blockIdx = {block % grid[0], block / grid[0] % grid[1], block / grid[0] / grid[1]};
+        unsigned place = blocks[number];
+        blockIdx = {place % grid[0], place / grid[0] % grid[1], place / grid[0] / grid[1]};
         memset(shared, 0xFF, SHARED_ROOM);  // NaN
-        for (Warp& warp : warps) warp = Warp();
-        live = size, waiting = 0;
-        for (unsigned i = 0; i < size; i++) {
-            Thread& thread = threads[i];
-            thread.index = {i, 0, 0}, thread.number = i, thread.done = thread.begun = thread.held = false;
-            warps[i / 32].live++;
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = &stacks[(size_t)i * STACK];
-            thread.context.uc_stack.ss_size = STACK;
-            makecontext(&thread.context, enter, 0);
-        }
-        for (long idle = 0; live;) {
-            int before = live;
-            long steps = round_number;
+        prepare(only, size, stacks);
+        for (long idle = 0; only.live;) {
+            int before = only.live;
+            long steps = only.round;
             for (unsigned warp = 0; warp < ceil; warp++) go_far(warps_in_turn[warp], size, order != 0);
-            idle = live == before && steps == round_number ? idle + 1 : 0;
+            idle = only.live == before && steps == only.round ? idle + 1 : 0;
             if (idle > 1000000) {
                 fprintf(stderr, "threads wait for each other\n");
                 abort();

@@ -1,0 +1,199 @@
+// hopper.cuh for the emulator. Copies are done later, in any order. Products are done as late as the kernel lets them, now
+// and then early: from the registers and the shared memory that they name, as these are then.
+#pragma once
+#include <deque>
+#include <map>
+
+#include "together.h"
+
+namespace emulator {
+struct Barrier {
+    short pending;
+    unsigned short count : 15, phase : 1;
+    int bytes;  // that copies still bring; below 0 if they came before they were expected
+    void settle() {
+        if (pending == 0 && bytes == 0) pending = count, phase ^= 1, progress++;
+    }
+    void arrive(int expected) {
+        if (--pending < 0) fail("more arrivals than a barrier waits for");
+        bytes += expected, progress++;
+        settle();
+    }
+    void bring(int brought) {
+        bytes -= brought;
+        settle();
+    }
+};
+static_assert(sizeof(Barrier) == sizeof(u64), "");
+inline Barrier* barrier_at(u64* at) { return (Barrier*)at; }
+
+// What copies may read: pairs of an address and of bytes, to a pair of zeros.
+inline const u64* readable;
+inline void check_copy(const void* to, const void* from, size_t bytes) {
+    if ((uintptr_t)from % 16 || (here().memory - (unsigned char*)to) % 16 || bytes % 16) fail("a copy not of whole 16 bytes");
+    const u64* range = readable;
+    for (u64 at = (u64)from; range[1]; range += 2)
+        if (at >= range[0] && at + bytes <= range[0] + range[1]) return;
+    fail("a copy reads outside the tensors");
+}
+
+// Where the copy engine and products have bytes of swizzled rows of 128: chunks of 16 in another order in each of 8 rows.
+inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
+
+inline void place_box(unsigned char* memory, unsigned to, const TensorMap& map, int column, int row) {
+    const u64 *w = map.words, columns = w[1], rows = w[2], pitch = w[3], wide = w[4], high = w[5];
+    for (unsigned r = 0; r < high; r++)
+        for (unsigned c = 0; c < wide; c++) {
+            const bool inside = (u64)(row + r) < rows && (u64)(column + c) < columns;
+            const u16* from = (const u16*)(w[0] + (row + r) * pitch) + column + c;
+            *(u16*)(memory + swizzled(to + r * 128 + c * 2)) = inside ? *from : 0;
+        }
+}
+
+// A warp's 16 rows of a product of its warpgroup's 64.
+struct Product {
+    float* sums[32];
+    const u32* a[32];
+    u32 b;
+    bool first;
+    int columns, lanes = 0;
+    long group;
+};
+struct Products {
+    std::deque<Product> queue;
+    long gone = 0, begun[32] = {}, ended[32] = {};  // products done, and of each lane products begun and groups ended
+    bool fenced[32] = {};
+};
+inline std::map<const Warp*, Products> products;
+
+inline float wide_bf16(u32 bits) { return __uint_as_float(bits << 16); }
+
+// Fragments as in the PTX ISA's tables of wgmma, m64nNk16.
+inline void compute(const Product& p) {
+    float a[16][16], b[16][64], d[16][64] = {};
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 8; i++)
+            a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i / 4 * 8 + i % 2] = wide_bf16(p.a[lane][i / 2] >> i % 2 * 16);
+    const unsigned start = (p.b & 0x3FFF) << 4;
+    for (int n = 0; n < p.columns; n++)
+        for (int k = 0; k < 16; k++)
+            b[k][n] = wide_bf16(*(const u16*)(here().memory + swizzled(start + n * 128 + k * 2)));
+    auto each = [&](auto set) {
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < p.columns / 2; i++)
+                set(d[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2], p.sums[lane][i]);
+    };
+    if (!p.first) each([](float& sum, float given) { sum = given; });
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < p.columns; n++) d[row][n] += a[row][k] * b[k][n];
+    each([](float sum, float& given) { given = sum; });
+}
+
+inline void compute_until(Products& of, long group) {
+    while (of.queue.size() && of.queue.front().group < group) {
+        if (of.queue.front().lanes != 32) fail("a product without some lanes of its warp");
+        compute(of.queue.front());
+        of.queue.pop_front(), of.gone++;
+    }
+}
+
+inline void start(float* sums, const u32* a, u32 b, bool first, int columns) {
+    const int lane = current->number % 32;
+    Products& own = products[&current_warp()];
+    if (!own.fenced[lane]) fail("a product of registers that no fence has given it");
+    const size_t at = own.begun[lane]++ - own.gone;
+    const long group = own.ended[lane];
+    if (at == own.queue.size()) {
+        own.queue.emplace_back();
+        Product& made = own.queue.back();
+        made.b = b, made.first = first, made.columns = columns, made.group = group;
+    }
+    Product& p = own.queue[at];
+    if (p.b != b || p.first != first || p.group != group) fail("lanes of a warp start different products");
+    p.sums[lane] = sums, p.a[lane] = a, p.lanes++;
+}
+
+// What a launch calls behind the kernel.
+inline void nothing_is_left() {
+    if (products[&current_warp()].queue.size()) fail("a thread left while its products were on their way");
+}
+
+inline bool turn;  // the kernel before has ended
+}  // namespace emulator
+
+inline u32 shared_address(const void* at) { return (const unsigned char*)at - emulator::here().memory; }
+inline void barrier_init(u64* barrier, u32 arrivals) {
+    *emulator::barrier_at(barrier) = {(short)arrivals, (unsigned short)arrivals, 0, 0};
+}
+inline void barriers_are_made() {}
+inline void arrive_expecting(u64* barrier, u32 bytes) {
+    emulator::rest();
+    emulator::barrier_at(barrier)->arrive(bytes);
+}
+inline void arrive(u64* barrier) { arrive_expecting(barrier, 0); }
+inline void wait(u64* barrier, u32 parity) {
+    emulator::rest();
+    emulator::hold([&] { return emulator::barrier_at(barrier)->phase != parity; });
+}
+inline void copy_once(void* to, const void* from, u32 bytes, u64* barrier) {
+    emulator::check_copy(to, from, bytes);
+    emulator::later.push_back([=] {
+        memcpy(to, from, bytes);
+        emulator::barrier_at(barrier)->bring(bytes);
+    });
+}
+inline void copy_box(void* to, const TensorMap* given, int column, int row, u64* barrier) {
+    const TensorMap map = *given;
+    unsigned char* memory = emulator::here().memory;
+    const unsigned address = shared_address(to);
+    if (map.words[0] % 16 || map.words[3] % 16 || address % 128) emulator::fail("a box that copies cannot have");
+    emulator::later.push_back([=] {
+        emulator::place_box(memory, address, map, column, row);
+        emulator::barrier_at(barrier)->bring(map.words[4] * map.words[5] * 2);
+    });
+}
+inline void arrive_released(u32* counter) {
+    emulator::rest();
+    ++*counter, emulator::progress++;
+}
+inline u32 acquired(const u32* counter) { return *counter; }
+inline void wait_a_little() { emulator::pass(1); }
+inline void let_next_start() {}
+inline void wait_turn() {
+    emulator::hold([] { return emulator::turn; });
+}
+inline int same(int number) { return __shfl_sync(0xFFFFFFFFu, number, 0); }
+template <int REGISTERS>
+inline void give_registers() {}
+template <int REGISTERS>
+inline void take_registers() {}
+
+inline void products_may_start() {
+    emulator::rest();
+    emulator::products[&emulator::current_warp()].fenced[emulator::current->number % 32] = true;
+}
+inline void end_group() {
+    auto& own = emulator::products[&emulator::current_warp()];
+    const int lane = emulator::current->number % 32;
+    const long group = own.ended[lane]++;
+    own.fenced[lane] = false;
+    const u32 chance = (emulator::together_order * 2654435761u + group * 40503u + emulator::current->number / 32 * 9973u) >> 7;
+    if (emulator::together_order && chance % 4 == 0)
+        emulator::warp_barrier([&] { emulator::compute_until(own, group + 1); });
+    emulator::rest();
+}
+template <int LEFT>
+inline void wait_groups() {
+    emulator::rest();
+    auto& own = emulator::products[&emulator::current_warp()];
+    const long group = own.ended[emulator::current->number % 32] - LEFT;
+    emulator::warp_barrier([&] { emulator::compute_until(own, group); });
+    emulator::rest();
+}
+inline u32 described(const void* rows) { return (shared_address(rows) & 0x3FFFF) >> 4 | 1 << 16; }
+template <int N>
+inline void start_product(float (&sums)[N / 2], const u32 (&a)[4], u32 b, bool first) {
+    emulator::rest();
+    emulator::start(sums, a, b, first, N);
+}

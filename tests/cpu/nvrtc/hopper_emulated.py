@@ -1,0 +1,90 @@
+"""kernels/linear_hopper.cu on the CPU: compiled as C++ against emulator/, all blocks of a grid at once."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from sm70_emulated import built
+
+from offroad.nvrtc.compile import FOLDER, Source
+
+SHARED = "extern __shared__ __align__(16) unsigned char shared[];"
+_ENTRY = """
+#include "emulator.h"
+{text}
+extern "C" unsigned size_of_args() {{ return sizeof(Args); }}
+extern "C" const char* launch(const void* given, unsigned blocks, unsigned threads, unsigned bytes, unsigned order,
+                              const u64* readable, const u64* before) {{
+    Args args;
+    memcpy(&args, given, sizeof args);
+    emulator::readable = readable, emulator::turn = false;
+    emulator::products.clear();
+    auto call = [=] {{
+        linear(args);
+        emulator::nothing_is_left();
+    }};
+    return emulator::run_together(call, blocks, threads, bytes, order, [=] {{
+        memcpy((void*)before[0], (const void*)before[1], before[2]);
+        emulator::turn = true;
+    }});
+}}
+"""
+Changes = tuple[tuple[str, str], ...]
+
+
+class Fault(Exception):
+    """What the emulator noticed: a hang, or something that a GPU does not allow."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """As `offroad.nvrtc.launch.Function`, of which the kernel's first argument is a map of x by `map_of`.
+
+    `seed`: the order of warps, copies and products. `readable`: tensors that copies may read. `changes`: parts of the
+    kernel's text and what stands for them, to see that it is missed.
+    """
+
+    layout: struct.Struct
+    source: Source
+    readable: tuple[torch.Tensor, ...]
+    seed: int = 0
+    changes: Changes = ()
+
+    def launch(self, grid: tuple[int, int, int], threads: int, *values: int, early: bool = False) -> None:
+        """x is what it is only when the kernel before has ended, and NaN before. Raises Fault."""
+        library = _library(self.source, self.changes)
+        assert self.layout.size == library.size_of_args(), (self.layout.size, library.size_of_args())
+        x, _, rows, pitch = values[:4]
+        fresh = ctypes.string_at(x, rows * pitch)
+        ctypes.memset(x, 0xFF, rows * pitch)
+        kept = ctypes.create_string_buffer(fresh, rows * pitch)
+        before = (ctypes.c_uint64 * 3)(x, ctypes.addressof(kept), rows * pitch)
+        ranges = [number for tensor in self.readable for number in (tensor.data_ptr(), tensor.nbytes)]
+        readable = (ctypes.c_uint64 * (len(ranges) + 2))(*ranges, 0, 0)
+        said = library.launch(
+            self.layout.pack(*values), grid[0], threads, self.source.shared, self.seed, readable, before
+        )
+        ctypes.memmove(x, fresh, rows * pitch)
+        if said:
+            raise Fault(said.decode())
+
+
+def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
+    """The words of the emulator's tensor map: bf16 [rows, k], boxes of `tokens` rows and 64 columns."""
+    return (address, k, rows, 2 * k, 64, tokens, *[0] * 10)
+
+
+@cache
+def _library(source: Source, changes: Changes) -> ctypes.CDLL:
+    text = (FOLDER / "kernels" / source.file).read_text()
+    for old, new in ((SHARED, "#define shared OWN_SHARED"), *changes):
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    library = built(_ENTRY.format(text=text), (*source.options, "-O2"))
+    library.launch.restype = ctypes.c_char_p
+    return library
