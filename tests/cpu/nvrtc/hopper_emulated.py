@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,7 +28,7 @@ extern "C" const char* launch(const void* given, unsigned blocks, unsigned threa
         emulator::nothing_is_left();
     }};
     return emulator::run_together(call, blocks, threads, bytes, order, [=] {{
-        memcpy((void*)before[0], (const void*)before[1], before[2]);
+        for (const u64* to = before; *to; to += 3) memcpy((void*)to[0], (const void*)to[1], to[2]);
         emulator::turn = true;
     }});
 }}
@@ -43,7 +42,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """As `offroad.nvrtc.launch.Function`, of which the kernel's first argument is a map of x by `map_of`.
+    """As `offroad.nvrtc.launch.Function`, for this kernel's arguments, of which the first is a map of x by `map_of`.
 
     `seed`: the order of warps, copies and products. `readable`: tensors that copies may read. `changes`: parts of the
     kernel's text and what stands for them, to see that it is missed.
@@ -56,22 +55,35 @@ class Function:
     changes: Changes = ()
 
     def launch(self, grid: tuple[int, int, int], threads: int, *values: int, early: bool = False) -> None:
-        """x is what it is only when the kernel before has ended, and NaN before. Raises Fault."""
+        """The kernel before writes x, y, sums and counts when it ends: what this one writes earlier is lost, and x is
+        NaN until then. Raises Fault."""
         library = _library(self.source, self.changes)
         assert self.layout.size == library.size_of_args(), (self.layout.size, library.size_of_args())
         x, _, rows, pitch = values[:4]
+        y, partial, arrived, _, n, _, _, tiles = values[20:28]
+        sizes = dict(self.source.defines)
+        warps = 4 * sizes["WARPGROUPS"]
         fresh = ctypes.string_at(x, rows * pitch)
         ctypes.memset(x, 0xFF, rows * pitch)
-        kept = ctypes.create_string_buffer(fresh, rows * pitch)
-        before = (ctypes.c_uint64 * 3)(x, ctypes.addressof(kept), rows * pitch)
+        ends = {
+            x: fresh,
+            y: b"\xff" * (rows * n * 2 // (2 if sizes["GATE"] else 1)),
+            partial: b"\xff" * (grid[0] * 2 * warps * 32 * sizes["TOKENS"] * 4),
+            arrived: ctypes.string_at(arrived, tiles * warps * 4),
+        }
+        kept = {to: ctypes.create_string_buffer(data, len(data)) for to, data in ends.items()}
+        before = [number for to, data in kept.items() for number in (to, ctypes.addressof(data), len(data))]
         ranges = [number for tensor in self.readable for number in (tensor.data_ptr(), tensor.nbytes)]
-        readable = (ctypes.c_uint64 * (len(ranges) + 2))(*ranges, 0, 0)
         said = library.launch(
-            self.layout.pack(*values), grid[0], threads, self.source.shared, self.seed, readable, before
+            self.layout.pack(*values), grid[0], threads, self.source.shared, self.seed, _words(ranges), _words(before)
         )
         ctypes.memmove(x, fresh, rows * pitch)
         if said:
             raise Fault(said.decode())
+
+
+def _words(numbers: list[int]) -> ctypes.Array:
+    return (ctypes.c_uint64 * (len(numbers) + 3))(*numbers, 0, 0, 0)
 
 
 def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:

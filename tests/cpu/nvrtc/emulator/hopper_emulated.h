@@ -1,5 +1,5 @@
-// hopper.cuh for the emulator. Copies are done later, in any order. Products are done as late as the kernel lets them, now
-// and then early: from the registers and the shared memory that they name, as these are then.
+// hopper.cuh for the emulator. Copies are done later, in any order. Products are done as late as the kernel lets them,
+// now and then early: from the registers and the shared memory that they name, as these are then.
 #pragma once
 #include <deque>
 #include <map>
@@ -11,14 +11,19 @@ struct Barrier {
     short pending;
     unsigned short count : 15, phase : 1;
     int bytes;  // that copies still bring; below 0 if they came before they were expected
+    void check() const {
+        if (count == 0x7FFF) fail("a barrier that has not been initialised");
+    }
     void settle() {
         if (pending == 0 && bytes == 0) pending = count, phase ^= 1, progress++;
     }
     void arrive(int expected) {
+        check();
         if (--pending < 0) fail("more arrivals than a barrier waits for");
         bytes += expected, progress++;
         settle();
     }
+    // A copy's: not by a thread.
     void bring(int brought) {
         bytes -= brought;
         settle();
@@ -30,14 +35,14 @@ inline Barrier* barrier_at(u64* at) { return (Barrier*)at; }
 // What copies may read: pairs of an address and of bytes, to a pair of zeros.
 inline const u64* readable;
 inline void check_copy(const void* to, const void* from, size_t bytes) {
-    if ((uintptr_t)from % 16 || (here().memory - (unsigned char*)to) % 16 || bytes % 16) fail("a copy not of whole 16 bytes");
+    if (((uintptr_t)from | ((unsigned char*)to - here().memory) | bytes) % 16) fail("a copy not of whole 16 bytes");
     const u64* range = readable;
     for (u64 at = (u64)from; range[1]; range += 2)
         if (at >= range[0] && at + bytes <= range[0] + range[1]) return;
     fail("a copy reads outside the tensors");
 }
 
-// Where the copy engine and products have bytes of swizzled rows of 128: chunks of 16 in another order in each of 8 rows.
+// Where copies of boxes and products have bytes of rows of 128: chunks of 16 in another order in each of 8 rows.
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
 inline void place_box(unsigned char* memory, unsigned to, const TensorMap& map, int column, int row) {
@@ -114,6 +119,12 @@ inline void start(float* sums, const u32* a, u32 b, bool first, int columns) {
     p.sums[lane] = sums, p.a[lane] = a, p.lanes++;
 }
 
+// Whether a group's products are done as soon as they are started: the same for a warp's lanes.
+inline bool done_early(long group) {
+    const u32 mixed = together_order * 2654435761u + group * 40503u + current->number / 32 * 9973u;
+    return together_order && (mixed >> 7) % 4 == 0;
+}
+
 // What a launch calls behind the kernel.
 inline void nothing_is_left() {
     if (products[&current_warp()].queue.size()) fail("a thread left while its products were on their way");
@@ -134,6 +145,7 @@ inline void arrive_expecting(u64* barrier, u32 bytes) {
 inline void arrive(u64* barrier) { arrive_expecting(barrier, 0); }
 inline void wait(u64* barrier, u32 parity) {
     emulator::rest();
+    emulator::barrier_at(barrier)->check();
     emulator::hold([&] { return emulator::barrier_at(barrier)->phase != parity; });
 }
 inline void copy_once(void* to, const void* from, u32 bytes, u64* barrier) {
@@ -178,9 +190,7 @@ inline void end_group() {
     const int lane = emulator::current->number % 32;
     const long group = own.ended[lane]++;
     own.fenced[lane] = false;
-    const u32 chance = (emulator::together_order * 2654435761u + group * 40503u + emulator::current->number / 32 * 9973u) >> 7;
-    if (emulator::together_order && chance % 4 == 0)
-        emulator::warp_barrier([&] { emulator::compute_until(own, group + 1); });
+    if (emulator::done_early(group)) emulator::warp_barrier([&] { emulator::compute_until(own, group + 1); });
     emulator::rest();
 }
 template <int LEFT>

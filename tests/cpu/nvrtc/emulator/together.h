@@ -1,6 +1,6 @@
 // Runs all blocks of a grid at once, for kernels whose blocks wait for one another. What is done beside the threads
-// (copies, the end of the kernel before) is done at moments that the order picks, and threads rest now and then, so that
-// others come before them wherever a kernel lets them.
+// (copies, the end of the kernel before) is done at moments that the order picks, and threads rest now and then, so
+// that others come before them wherever a kernel lets them.
 #pragma once
 #include <functional>
 #include <vector>
@@ -85,7 +85,8 @@ inline void run_all(std::vector<Resident>& blocks, unsigned size) {
     }
 }
 
-// Runs `call` for every thread of a row of blocks. The kernel before ends with `before`. Gives what went wrong, or null.
+// Runs `call` for every thread of a row of blocks. `before`: the end of the kernel before. Gives what went wrong, or
+// null.
 template <class Call>
 inline const char* run_together(Call call, unsigned count, unsigned size, unsigned bytes, unsigned order,
                                 std::function<void()> before) {
