@@ -16,6 +16,7 @@ from offroad.cache.sequence import Row
 from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
+from offroad.schedule.fits import check_fits
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult
@@ -78,30 +79,9 @@ class Scheduler:
 
     def validate(self, request: Request) -> None:
         """Raises RequestError, with both numbers, if the request can never run; queues nothing."""
-        prompt, config = len(request.prompt_ids), self.config
         if request.id in self.requests:
             raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
-        if prompt == 0:
-            raise RequestError("prompt", param="prompt", found="no token", accepted="1 token or more")
-        if prompt + 1 > config.max_len:
-            raise RequestError(
-                "prompt and one token",
-                param="prompt",
-                code="context_length_exceeded",
-                found=f"{prompt} + 1 tokens",
-                accepted=f"at most {config.max_len} tokens",
-                next="shorten the prompt",
-            )
-        need, have = config.blocks(prompt + 1 + config.k), config.history_blocks - 1
-        if need > have:
-            raise RequestError(
-                "memory for the prompt and one token",
-                param="prompt",
-                code="context_length_exceeded",
-                found=f"{prompt} + 1 tokens in {need} blocks",
-                accepted=f"at most {have} blocks of {config.block} tokens",
-                next="shorten the prompt or raise --kv-cache-memory-bytes",
-            )
+        check_fits(len(request.prompt_ids), self.config)
 
     def _prompt_boundary(self, job: Job) -> int:
         """The last boundary at which a sibling with the same prompt can resume."""
