@@ -20,6 +20,7 @@ from offroad.schedule.fits import check_fits
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult
+from offroad.schedule.turns import lone_chunk
 
 _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
@@ -31,8 +32,9 @@ _VERIFY, _CHUNK = int(Kind.VERIFY), int(Kind.CHUNK)
 class Scheduler:
     """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
 
-    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `max_chunk` may be
-    lowered to bound each chunk. The engine counts `seconds`.
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. Chunks of up to `turn_tokens`
+    take turns with the rows that decode; 0: they share steps. `max_chunk` may be lowered to bound each chunk. The
+    engine counts `seconds`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Scheduler:
         max_waiting: int,
         depth: int = 1,
         drafter: str = "",
+        turn_tokens: int = 0,
     ) -> None:
         self.config, self.cache = config, HybridCache(config)
         self.budget, self.max_waiting, self.depth = max_num_batched_tokens, max_waiting, depth
@@ -55,6 +58,8 @@ class Scheduler:
         self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
         self.max_chunk = max_num_batched_tokens
+        self.turn_tokens = turn_tokens
+        self.decodes_next = False  # the last step had no row that decodes
         self.seconds = 0.0
         self.drafts = DraftCounts(config.k, drafter)
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -123,6 +128,7 @@ class Scheduler:
         if not rows:
             assert self.in_flight or not self.running, "progress: the oldest sequence can run alone"
             return None
+        self.decodes_next = not verify
         return self._step(rows)
 
     def _admit(self) -> None:
@@ -168,15 +174,29 @@ class Scheduler:
         counts["prefix_resumed_tokens"] += resume.resumed
 
     def _plan(self) -> tuple[list[Row], list[Row]]:
-        """Rows in order of age. Each decoding sequence has a token of the budget; drafts and chunks share the rest."""
+        """Verify rows and chunks. A turn of either that comes to nothing, for want of memory, is the other's."""
+        reading = [job for job in self.running if job.high < job.goal] if self.turn_tokens else []
+        if not reading or any(job.starved >= 0 for job in self.running):  # who is oldest is first to get memory
+            return self._rows(self.running)
+        chunk = lone_chunk(reading, self._chunk, self.budget, self.turn_tokens)
+        if chunk is None:
+            return self._rows(self.running)
         decoding = [job for job in self.running if job.high >= job.goal]
+        one, other = (decoding, [chunk]) if self.decodes_next else ([chunk], decoding)
+        rows = self._rows(one)
+        return rows if any(rows) else self._rows(other)
+
+    def _rows(self, jobs: list[Job]) -> tuple[list[Row], list[Row]]:
+        """Rows of some sequences in order of age. Each that decodes has a token of the budget; drafts and chunks share
+        the rest."""
+        decoding = [job for job in jobs if job.high >= job.goal]
         spare, skipped = self.budget - len(decoding), frozenset()
         if spare < 0:  # more sequences than tokens: those that have waited longest go
             decoding.sort(key=lambda job: job.last)
             spare, skipped = 0, frozenset(decoding[self.budget :])
         verify: list[Row] = []
         chunks: list[Row] = []
-        for job in tuple(self.running):
+        for job in tuple(jobs):
             if not job.slot or job.dead or job in skipped:
                 continue
             if job.high >= job.goal:
