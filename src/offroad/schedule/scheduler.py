@@ -175,9 +175,8 @@ class Scheduler:
 
     def _plan(self) -> tuple[list[Row], list[Row]]:
         """Verify rows and chunks. A turn of either that comes to nothing, for want of memory, is the other's."""
-        reading = [job for job in self.running if job.high < job.goal] if self.turn_tokens else []
-        if not reading or any(job.starved >= 0 for job in self.running):  # who is oldest is first to get memory
-            return self._rows(self.running)
+        fed = self.turn_tokens and all(job.starved < 0 for job in self.running)  # else the oldest is first for memory
+        reading = [job for job in self.running if job.high < job.goal] if fed else []
         chunk = lone_chunk(reading, self._chunk, self.budget, self.turn_tokens)
         if chunk is None:
             return self._rows(self.running)
@@ -187,8 +186,7 @@ class Scheduler:
         return rows if any(rows) else self._rows(other)
 
     def _rows(self, jobs: list[Job]) -> tuple[list[Row], list[Row]]:
-        """Rows of some sequences in order of age. Each that decodes has a token of the budget; drafts and chunks share
-        the rest."""
+        """Rows of sequences in order of age. Each that decodes has a token; drafts and chunks share the rest."""
         decoding = [job for job in jobs if job.high >= job.goal]
         spare, skipped = self.budget - len(decoding), frozenset()
         if spare < 0:  # more sequences than tokens: those that have waited longest go
@@ -207,6 +205,8 @@ class Scheduler:
             elif (width := self._chunk(job, spare)) and (row := self._reserve(job, Kind.CHUNK, width)) is not None:
                 chunks.append(row)
                 spare -= row.width
+        if skipped and not (verify or chunks):  # the oldest, who can run alone, may be among them
+            return self._rows([job for job in jobs if job in skipped])
         return verify, chunks
 
     def _chunk(self, job: Job, room: int) -> int:
