@@ -155,6 +155,7 @@ class Engine:
             max_waiting=self.settings.max_waiting,
             depth=p.depth,
             drafter=p.drafter.method if p.drafter else "",
+            turn_tokens=p.graphs.turn_tokens,
         )
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:

@@ -1,5 +1,5 @@
-"""CUDA graphs of one chunk: tokens of eager steps, nothing allocated by a replay, memory as planned, and the time to a
-first token of a real shape. Run with -s to see the figures."""
+"""CUDA graphs of one chunk: tokens of eager steps, also in turn with rows that decode, nothing allocated by a replay,
+memory as planned, and the time to a first token of a real shape. Run with -s to see the figures."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from tiny_models import write_tiny  # noqa: E402
 from offroad import LLM, SamplingParams  # noqa: E402
 from offroad.engine import Engine  # noqa: E402
 from offroad.run.chunk_graphs import ChunkGraphs  # noqa: E402
+from offroad.run.graphs import Graphs  # noqa: E402
+from offroad.schedule.request import Request  # noqa: E402
+from offroad.schedule.step import Step  # noqa: E402
 from offroad.settings import Settings  # noqa: E402
 from offroad.weights.dummy import DummySource  # noqa: E402
 
@@ -39,11 +42,11 @@ def prompt(length: int, vocab: int = 290) -> list[int]:
     return [rng.randrange(3, vocab) for _ in range(length)]
 
 
-def counted(graphs: ChunkGraphs) -> list[int]:
+def counted(graphs: ChunkGraphs | Graphs) -> list:
     """Sizes of replays from here on."""
-    seen: list[int] = []
+    seen: list = []
 
-    def noting(size: int, replay):
+    def noting(size, replay):
         return lambda: (seen.append(size), replay())
 
     for size, graph in graphs.graphs.items():
@@ -94,9 +97,77 @@ def test_one_prompt_after_the_other_gives_the_tokens_of_eager_steps(name: str, t
     graphed.engine.check()
 
 
-def make(quantization: str) -> Engine:
+def shared_steps(engine: Engine) -> list[int]:
+    """From here on: tokens of the steps in which rows decode beside chunks."""
+    seen: list[int] = []
+    launch = engine.runner.launch
+
+    def noting(step: Step) -> None:
+        if len(set(step.kind.tolist())) > 1:
+            seen.append(int(step.width.sum()))
+        launch(step)
+
+    engine.runner.launch = noting
+    return seen
+
+
+def beside(engine: Engine, lengths: tuple[int, ...], params: SamplingParams) -> dict[str, list[int]]:
+    """Answers of two long sequences and of prompts that come one by one while those decode, six steps apart."""
+    long = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=90, ignore_eos=True)
+    coming = [Request(id=f"{n} tokens", prompt_ids=prompt(n), params=params, seed=n) for n in reversed(lengths)]
+    for n in (5, 6):
+        engine.submit(Request(id=f"long {n}", prompt_ids=prompt(n), params=long, seed=n))
+    found: dict[str, list[int]] = {}
+    steps = 0
+    while coming or engine.has_work():
+        if steps % 6 == 5 and coming and len(engine.scheduler.running) < 4:
+            engine.submit(coming.pop())
+        for event in engine.step():
+            assert event.error is None, event.error
+            found.setdefault(event.request_id, []).extend(event.token_ids)
+        steps += 1
+    engine.check()
+    return found
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_prompts_beside_rows_that_decode_take_turns_with_them(name: str, tmp_path: Path):
+    """Same tokens as from eager steps that all rows share; every step is a replay. 200 tokens are two chunks or three,
+    of which the last one ends the prompt."""
+    family, more = CASES[name]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tiny(family, folder)
+    if more.get("speculative_config") == MTP:
+        with_drafter(folder, tmp_path / "mtp", family)
+        folder = tmp_path / "mtp"
+    settings = dict(device="cuda", dtype="float32", max_num_seqs=4, max_num_batched_tokens=128, allow_reference=True)
+    settings |= dict(memory_utilization=0.2) | more
+    eager, graphed = (LLM(str(folder), **settings, enforce_eager=only).engine for only in (True, False))
+    runner = graphed.runner
+    if runner.chunk_graphs is None:
+        pytest.skip(f"no graphs: {graphed.plan.graphs.describe()}")
+    graphed.scheduler.turn_tokens = runner.chunk_graphs.sizes[-1]  # whatever the plan thinks of this device
+    chunks, rows = counted(runner.chunk_graphs), counted(runner.graphs)
+    apart, together = shared_steps(graphed), shared_steps(eager)
+    lengths = (1, 17, 33, 64, 100, 200)
+    for params in (GREEDY, SAMPLED):
+        expected, found = beside(eager, lengths, params), beside(graphed, lengths, params)
+        assert found == expected
+        for engine in (eager, graphed):
+            engine.reset_prefix_cache()
+    assert together
+    assert not apart
+    assert len(chunks) >= 2 * (len(lengths) + 1)
+    assert len(rows) > len(chunks)
+    assert graphed.stats().steps == len(chunks) + len(rows)
+    assert graphed.stats().late_compilations == 0
+
+
+def make(quantization: str, seqs: int = 2) -> Engine:
     settings = Settings.of(
-        model="random", device="cuda", dtype="bfloat16", max_model_len=4096, max_num_seqs=2,
+        model="random", device="cuda", dtype="bfloat16", max_model_len=4096, max_num_seqs=seqs,
         max_num_batched_tokens=2048, memory_utilization=0.5,
     )  # fmt: skip
     return Engine(settings, source=DummySource(CONFIGS["Qwen3.5-27B, 16 layers"], "cuda", quantization))
@@ -169,6 +240,57 @@ def test_a_first_token_of_a_real_shape():
         assert times[1] < times[0]
     _replay_allocates_nothing(engine)
     assert graphs.nbytes < 1.1 * planned.chunk_bytes
+    engine.close()
+
+
+def first_and_eight(engine: Engine, ids: list[int], rows: int) -> tuple[float, float]:
+    """A prompt comes while `rows` sequences decode: seconds to its first token, and until each of the others has eight
+    more tokens. The median of five."""
+    first, eight = [], []
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    for turn in range(6):  # the first may load libraries
+        engine.reset_prefix_cache()
+        told = {f"{turn} {i}": 0 for i in range(rows)}
+        for i, name in enumerate(told):
+            engine.submit(Request(id=name, prompt_ids=prompt(20 + i, 240000), params=params))
+        while min(told.values()) < 8:
+            for event in engine.step():
+                told[event.request_id] += len(event.token_ids)
+        torch.cuda.synchronize()
+        engine.submit(Request(id="new", prompt_ids=ids, params=params))
+        began, goal, came = time.perf_counter(), {name: count + 8 for name, count in told.items()}, 0.0
+        while not came or any(told[name] < count for name, count in goal.items()):
+            for event in engine.step():
+                if event.request_id in told:
+                    told[event.request_id] += len(event.token_ids)
+                else:
+                    came = came or time.perf_counter() - began
+        first.append(came)
+        eight.append(time.perf_counter() - began)
+        for name in (*told, "new"):
+            engine.abort(name)
+        while engine.has_work():
+            engine.step()
+    return statistics.median(first[1:]), statistics.median(eight[1:])
+
+
+@pytest.mark.timeout(300)
+def test_a_prompt_beside_16_rows_of_a_real_shape():
+    torch.cuda.empty_cache()
+    engine = make("w4a16-g128", seqs=17)
+    planned = engine.plan.graphs
+    print(f"\n{planned.describe()}")
+    assert engine.runner.chunk_graphs is not None
+    for length in (20, 55, 200, 500):
+        times = []
+        for turns in (0, engine.runner.chunk_graphs.sizes[-1]):
+            engine.scheduler.turn_tokens = turns
+            times += [1e3 * value for value in first_and_eight(engine, prompt(length, 240000), 16)]
+        print(
+            f"  {length:>4} tokens beside 16 rows of 16 layers: first token {times[0]:6.1f} ms in a shared step, "
+            f"{times[2]:6.1f} in turn; eight more tokens of each row after {times[1]:6.1f} and {times[3]:6.1f}"
+        )
+        assert times[2] < times[0]
     engine.close()
 
 

@@ -254,10 +254,12 @@ def _cgroup_files(text: str, root: Path, controller: str, v1_name: str, v2_name:
 
 
 def toolchain(**more: str | None) -> tuple[tuple[str, str], ...]:
-    """Versions of what kernels are built with: torch, triton, NVRTC 12, the C compiler, and `more`, as far as they are
-    there."""
+    """Versions of what kernels are built with: torch, triton, NVRTC (the one that cuda-bindings loads), the C compiler,
+    and `more`, as far as they are there."""
     found: dict[str, str | None] = {name: package_version(name) for name in ("torch", "triton")}
-    found["nvrtc"] = package_version("nvidia-cuda-nvrtc-cu12")
+    bindings = package_version("cuda-bindings") or ""
+    package = "nvidia-cuda-nvrtc-cu12" if bindings.startswith("12.") else "nvidia-cuda-nvrtc"
+    found["nvrtc"] = package_version(package) if bindings else None
     compiler = find_compiler()
     found["cc"] = compiler.version if compiler else None
     return tuple(sorted((name, value) for name, value in (found | more).items() if value))

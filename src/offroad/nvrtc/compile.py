@@ -30,12 +30,14 @@ class KernelCompileError(PlanError):
 class Source:
     """A file of kernels/ with the constants that specialise it, and the bytes of shared memory that a block takes.
 
-    The kernel is compiled with `SHARED_BYTES` and asserts that its own layout has this size.
+    The kernel is compiled with `SHARED_BYTES` and asserts that its own layout has this size. `target` is the only one
+    that it is for ("": any); such a source includes no header of CUDA's.
     """
 
     file: str
     defines: tuple[tuple[str, int], ...] = ()
     shared: int = 0
+    target: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ def compiled(source: Source, target: str, folder: Path | None = None) -> Image:
         raise KernelCompileError(
             f"{source.label} for {target}",
             found=f"NVRTC {version}, which cannot compile for it" if version else "no NVRTC",
-            accepted="NVRTC 12, or a cache folder that another machine filled",
+            accepted="NVRTC that does (12 for sm_70), or a cache folder that another machine filled",
             next=f"{INSTALL}, or copy the output of `python -m offroad.nvrtc.report --export` to {folder}",
         )
     image = compile_source(source, target)
@@ -123,7 +125,7 @@ def compile_source(source: Source, target: str) -> Image:
 
     text = (FOLDER / "kernels" / source.file).read_bytes()
     program = _checked(nvrtc.nvrtcCreateProgram(text, source.file.encode(), 0, [], []), source)
-    includes = [f"-I{folder}" for folder in (FOLDER / "include", *include_folders())]
+    includes = [f"-I{folder}" for folder in (FOLDER / "include", *(() if source.target else include_folders()))]
     options = [o.encode() for o in (f"--gpu-architecture={target}", *OPTIONS, *source.options, *includes)]
     result = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program), source)
@@ -165,11 +167,11 @@ def toolchain() -> str | None:
 
 @cache
 def supports(target: str) -> bool:
-    """Whether the NVRTC that is here compiles for "sm_70" or "compute_70"."""
+    """Whether the NVRTC that is here compiles for "sm_70", "compute_70" or "sm_90a"."""
     from cuda.bindings import nvrtc
 
     _, archs = nvrtc.nvrtcGetSupportedArchs()
-    return int(target.rpartition("_")[2]) in archs
+    return int(target.rpartition("_")[2].rstrip("a")) in archs
 
 
 @cache

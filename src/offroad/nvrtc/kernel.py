@@ -41,8 +41,9 @@ class CudaKernel:
         if device.compute_capability not in self.capabilities:
             known = ", ".join(f"{major}.{minor}" for major, minor in sorted(self.capabilities))
             return refuse(f"is for compute capability {known}; device: {device.name}")
-        if device.source == "probe" and device.tool("nvrtc") is None:
-            return refuse("needs NVRTC 12, which is not installed: pip install 'offroad[sm70]'")
+        if device.source == "probe" and not (device.tool("nvrtc") or "").startswith("12."):
+            found = device.tool("nvrtc") or "nothing"
+            return refuse(f"needs NVRTC 12 with cuda-bindings 12 (found: {found}): pip install 'offroad[sm70]'")
         if problem.dtype != "float16":
             return refuse(f"needs activations in float16; asked: {problem.dtype}")
         if lacks := sorted(problem.features - self.features):

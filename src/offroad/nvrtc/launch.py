@@ -34,9 +34,9 @@ class Function:
     shared: int
     handle: Any
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
-        """Starts the kernel on torch's current stream; an empty grid has nothing to do. Raises LaunchError with the
-        driver's name of the failure."""
+    def launch(self, grid: tuple[int, int, int], threads: int, *values: float, early: bool = False) -> None:
+        """Starts the kernel on torch's current stream; an empty grid has nothing to do. `early`: it may start while the
+        one before runs, and waits for its turn itself. Raises LaunchError with the driver's name of the failure."""
         if 0 in grid:
             return
         from cuda.bindings import driver
@@ -44,11 +44,30 @@ class Function:
         arguments = ctypes.create_string_buffer(self.layout.pack(*values), self.layout.size)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-        status = driver.cuLaunchKernel(
-            self.handle, *grid, threads, 1, 1, self.shared, stream, ctypes.addressof(pointers), 0
-        )[0]
+        if early:
+            config = driver.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+            config.sharedMemBytes, config.hStream = self.shared, stream
+            config.attrs, config.numAttrs = [_early()], 1
+            status = driver.cuLaunchKernelEx(config, self.handle, ctypes.addressof(pointers), 0)[0]
+        else:
+            status = driver.cuLaunchKernel(
+                self.handle, *grid, threads, 1, 1, self.shared, stream, ctypes.addressof(pointers), 0
+            )[0]
         if status.value:
             raise LaunchError(f"kernel {self.name}", found=f"{status.name} for grid {grid}, {threads} threads")
+
+
+@cache
+def _early() -> Any:
+    """The attribute of a programmatic dependent launch."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def load(source: Source, name: str, layout: str, shares: bool = True) -> Function:
@@ -77,7 +96,7 @@ def _module(source: Source, device: int):
 
     torch.empty(1, device=f"cuda:{device}")
     capability = torch.cuda.get_device_capability(device)
-    target = f"sm_{capability[0]}{capability[1]}" if capability in NATIVE else PTX
+    target = source.target or (f"sm_{capability[0]}{capability[1]}" if capability in NATIVE else PTX)
     return _checked(driver.cuModuleLoadData(compiled(source, target).code), source)
 
 

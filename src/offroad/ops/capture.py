@@ -10,6 +10,7 @@ from offroad.errors import PlanError
 from offroad.models.spec import ModelSpec
 from offroad.ops.budget import ITEMSIZE, Budget
 from offroad.ops.cells import Cell, Choice
+from offroad.ops.roofline import CONTEXT, Costs
 from offroad.ops.spec import Registry
 from offroad.ops.workspace import live
 from offroad.settings import Settings
@@ -21,6 +22,9 @@ ENOUGH = 0.9  # of the context that fits without graphs of chunks: with less the
 # What the driver keeps for the nodes of one graph of a few hundred launches; an estimate, which the engine compares
 # with what capturing took.
 GRAPH_BYTES = 16 * 2**20
+# What an eager step takes the host for each layer: 15 to 18 ms for 16 layers (docs/perf/notes.md).
+HOST_SECONDS = 1e-3
+SHARE = 0.5  # of the roofline, that steps of few tokens have
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class GraphPlan:
     one chunk alone, up to each number of `chunks` tokens.
 
     Empty `rows`: none are, for `reason`; empty `chunks`: steps of a chunk are eager, for `eager`. `nbytes` is an
-    estimate of their memory, `chunk_bytes` those of chunks alone."""
+    estimate of their memory, `chunk_bytes` those of chunks alone. Chunks of up to `turn_tokens` take turns with rows
+    that decode; a step of both is eager."""
 
     rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
@@ -38,13 +43,16 @@ class GraphPlan:
     chunks: tuple[int, ...] = ()
     eager: str = ""
     chunk_bytes: int = 0
+    turn_tokens: int = 0
 
     def describe(self) -> str:
         """A line for a person."""
         if not self.rows:
             return f"none: {self.reason}"
         rows, widths, chunks = (", ".join(map(str, values)) for values in (self.rows, self.widths, self.chunks))
-        alone = f"a chunk of up to {chunks} tokens" if chunks else f"of a chunk none: {self.eager}"
+        turns = f"up to {self.turn_tokens}" if self.turn_tokens else "none"
+        alone = f"a chunk of up to {chunks} tokens ({turns} in turn with rows that decode)"
+        alone = alone if self.chunks else f"of a chunk none: {self.eager}"
         return f"steps of up to {rows} rows of {widths} tokens, {alone}; about {self.nbytes / 1024**2:.0f} MiB"
 
     def without_chunks(self, eager: str) -> GraphPlan:
@@ -93,6 +101,16 @@ def fitted(graphs: GraphPlan, divide: Callable[[int], Budget]) -> tuple[GraphPla
     except PlanError:
         return bare, without
     return (graphs, found) if found.max_len >= ENOUGH * without.max_len else (bare, without)
+
+
+def in_turns(graphs: GraphPlan, found: Costs | None, layers: int, sequences: int) -> GraphPlan:
+    """With the largest chunk that had better take turns with rows that decode: the device reads all weights for either,
+    which must take less than the host does for an eager step of both. None where the device's rates are unknown."""
+    if found is None:
+        return graphs
+    decode, host = found.decode(sequences, CONTEXT), layers * HOST_SECONDS
+    fit = [size for size in graphs.chunks if (found.chunk(size) + decode) / SHARE <= host]
+    return replace(graphs, turn_tokens=max(fit, default=0))
 
 
 def _host(cells: dict[Cell, Choice], registry: Registry, phase: str) -> str:

@@ -18,10 +18,10 @@ from offroad.models.shard import check_groups, shard
 from offroad.models.spec import ModelSpec, Store
 from offroad.ops import budget as bytes_of
 from offroad.ops.budget import Dtypes, Memory
-from offroad.ops.capture import GraphPlan, fitted, plan_graphs
+from offroad.ops.capture import GraphPlan, fitted, in_turns, plan_graphs
 from offroad.ops.cells import DRAFTER, MODEL, Cell, Choice, Resolver, block_groups, groups
 from offroad.ops.invariant import invariant_notes
-from offroad.ops.roofline import CONTEXT, Roofline, roofline
+from offroad.ops.roofline import CONTEXT, Roofline, costs, roofline
 from offroad.ops.spec import Load, Registry
 from offroad.ops.states import kept_states
 from offroad.settings import Settings
@@ -356,7 +356,7 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
-        graphs=graphs,
+        graphs=in_turns(graphs, costs(spec, packed, device, dtypes), len(spec.layers), settings.max_num_seqs),
         batch_invariant=settings.batch_invariant,
         memory=divided.memory,
         drafter=drafter,

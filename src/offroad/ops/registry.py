@@ -7,6 +7,7 @@ from functools import cache
 
 from offroad.native.pack import PACKERS as CPU_PACKERS
 from offroad.nvrtc import entries as cuda_kernels
+from offroad.nvrtc import hopper
 from offroad.nvrtc.pack import PACKERS as CUDA_PACKERS
 from offroad.ops import (
     activation,
@@ -44,6 +45,7 @@ def default_registry() -> Registry:
     torch_kernels.register(registry)
     triton_attention.register(registry)
     triton_linear.register(registry)
+    hopper.register(registry)
     triton_rows.register(registry)
     triton_delta.register(registry)
     cuda_kernels.register(registry)
@@ -51,6 +53,7 @@ def default_registry() -> Registry:
         registry.add_op(op)
     block_kernels.register(registry)
     triton_gated.register(registry)
+    hopper.register_gated(registry)
     return registry
 
 

@@ -70,6 +70,10 @@ class Costs:
         pairs = full * tokens * tokens / 2 + windowed * (tokens * span - span * span / 2)
         return ((self.per_token - self.head) * tokens + self.head + pairs) / self.rate
 
+    def chunk(self, tokens: int) -> float:
+        """Seconds of a step of one short prompt, whose weights take longer to be read than used."""
+        return max(self.reads.of(tokens) / self.bandwidth, self.prefill(tokens))
+
 
 def costs(spec: ModelSpec, packed: dict[Cell, int], device: DeviceProfile, dtypes: Dtypes) -> Costs | None:
     """The costs for a rank's spec, whose weights take `packed` bytes by decode cell; None: the profile has no rates."""

@@ -16,9 +16,11 @@ from offroad.cache.sequence import Row
 from offroad.cache.spec import CacheConfig
 from offroad.errors import QueueFull, RequestError
 from offroad.schedule.drafts import DraftCounts
+from offroad.schedule.fits import check_fits
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult
+from offroad.schedule.turns import lone_chunk
 
 _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
@@ -30,8 +32,9 @@ _VERIFY, _CHUNK = int(Kind.VERIFY), int(Kind.CHUNK)
 class Scheduler:
     """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
 
-    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `max_chunk` may be
-    lowered to bound each chunk. The engine counts `seconds`.
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. Chunks of up to `turn_tokens`
+    take turns with the rows that decode; 0: they share steps. `max_chunk` may be lowered to bound each chunk. The
+    engine counts `seconds`.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Scheduler:
         max_waiting: int,
         depth: int = 1,
         drafter: str = "",
+        turn_tokens: int = 0,
     ) -> None:
         self.config, self.cache = config, HybridCache(config)
         self.budget, self.max_waiting, self.depth = max_num_batched_tokens, max_waiting, depth
@@ -54,6 +58,8 @@ class Scheduler:
         self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
         self.max_chunk = max_num_batched_tokens
+        self.turn_tokens = turn_tokens
+        self.decodes_next = False  # the last step had no row that decodes
         self.seconds = 0.0
         self.drafts = DraftCounts(config.k, drafter)
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -78,30 +84,9 @@ class Scheduler:
 
     def validate(self, request: Request) -> None:
         """Raises RequestError, with both numbers, if the request can never run; queues nothing."""
-        prompt, config = len(request.prompt_ids), self.config
         if request.id in self.requests:
             raise RequestError("request id", param="id", found=request.id, accepted="an id that is not in use")
-        if prompt == 0:
-            raise RequestError("prompt", param="prompt", found="no token", accepted="1 token or more")
-        if prompt + 1 > config.max_len:
-            raise RequestError(
-                "prompt and one token",
-                param="prompt",
-                code="context_length_exceeded",
-                found=f"{prompt} + 1 tokens",
-                accepted=f"at most {config.max_len} tokens",
-                next="shorten the prompt",
-            )
-        need, have = config.blocks(prompt + 1 + config.k), config.history_blocks - 1
-        if need > have:
-            raise RequestError(
-                "memory for the prompt and one token",
-                param="prompt",
-                code="context_length_exceeded",
-                found=f"{prompt} + 1 tokens in {need} blocks",
-                accepted=f"at most {have} blocks of {config.block} tokens",
-                next="shorten the prompt or raise --kv-cache-memory-bytes",
-            )
+        check_fits(len(request.prompt_ids), self.config)
 
     def _prompt_boundary(self, job: Job) -> int:
         """The last boundary at which a sibling with the same prompt can resume."""
@@ -143,6 +128,7 @@ class Scheduler:
         if not rows:
             assert self.in_flight or not self.running, "progress: the oldest sequence can run alone"
             return None
+        self.decodes_next = not verify
         return self._step(rows)
 
     def _admit(self) -> None:
@@ -188,15 +174,27 @@ class Scheduler:
         counts["prefix_resumed_tokens"] += resume.resumed
 
     def _plan(self) -> tuple[list[Row], list[Row]]:
-        """Rows in order of age. Each decoding sequence has a token of the budget; drafts and chunks share the rest."""
+        """Verify rows and chunks. A turn of either that comes to nothing, for want of memory, is the other's."""
+        fed = self.turn_tokens and all(job.starved < 0 for job in self.running)  # else the oldest is first for memory
+        reading = [job for job in self.running if job.high < job.goal] if fed else []
+        chunk = lone_chunk(reading, self._chunk, self.budget, self.turn_tokens)
+        if chunk is None:
+            return self._rows(self.running)
         decoding = [job for job in self.running if job.high >= job.goal]
+        one, other = (decoding, [chunk]) if self.decodes_next else ([chunk], decoding)
+        rows = self._rows(one)
+        return rows if any(rows) else self._rows(other)
+
+    def _rows(self, jobs: list[Job]) -> tuple[list[Row], list[Row]]:
+        """Rows of sequences in order of age. Each that decodes has a token; drafts and chunks share the rest."""
+        decoding = [job for job in jobs if job.high >= job.goal]
         spare, skipped = self.budget - len(decoding), frozenset()
         if spare < 0:  # more sequences than tokens: those that have waited longest go
             decoding.sort(key=lambda job: job.last)
             spare, skipped = 0, frozenset(decoding[self.budget :])
         verify: list[Row] = []
         chunks: list[Row] = []
-        for job in tuple(self.running):
+        for job in tuple(jobs):
             if not job.slot or job.dead or job in skipped:
                 continue
             if job.high >= job.goal:
@@ -207,6 +205,8 @@ class Scheduler:
             elif (width := self._chunk(job, spare)) and (row := self._reserve(job, Kind.CHUNK, width)) is not None:
                 chunks.append(row)
                 spare -= row.width
+        if skipped and not (verify or chunks):  # the oldest, who can run alone, may be among them
+            return self._rows([job for job in jobs if job in skipped])
         return verify, chunks
 
     def _chunk(self, job: Job, room: int) -> int:

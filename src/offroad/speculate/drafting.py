@@ -23,7 +23,7 @@ class Drafting:
     def __init__(self, proposer: Proposer, arrays: Arrays, auto: Auto | None) -> None:
         self.proposer, self.arrays, self.auto = proposer, arrays, auto
         self.dummy = proposer if isinstance(proposer, DummyProposer) else None
-        self._making = 0.0  # seconds that the drafts of the next step took
+        self._making = 0.0  # seconds that the drafts of the next verify rows took
 
     def start(self, start: Start) -> None:
         """A sequence begins in a slot."""
@@ -54,7 +54,7 @@ class Drafting:
             if len(slots):
                 counts = np.minimum(counts, self.auto.counts(slots))
         self.proposer.propose(turn, slots, counts)
-        self._making = time.perf_counter() - now
+        self._making = time.perf_counter() - now + (0.0 if turn.rows.verify else self._making)
 
     @staticmethod
     def _learn(auto: Auto, turn: Turn, seconds: float) -> None:

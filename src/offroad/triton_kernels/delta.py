@@ -52,7 +52,7 @@ def _bind(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(function, tiles=tiles(device, problem.dtype))
 
 
-def _chunks(device: DeviceProfile, problem: Problem) -> int:
+def chunk_bytes(device: DeviceProfile, problem: Problem) -> int:
     """Bytes of what the kernels of chunks hand to one another: see `delta_chunk_jit.gated_delta`."""
     sizes, tokens = dict(problem.sizes), problem.load.tokens
     if problem.phase != "prefill" or not tokens:
@@ -72,6 +72,6 @@ def register(registry: Registry) -> None:
         _limits,
         shared=lambda device, problem: tiles(device, problem.dtype).shared,
         features=frozenset({"silu", "sigmoid", "replay"}),
-        temporary=_chunks,
+        temporary=chunk_bytes,
     )
     registry.add(kernel)

@@ -20,6 +20,7 @@ from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels import delta_chunk_jit, delta_replay_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import Tiles
+from offroad.triton_kernels.delta_replay_jit import Single
 from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output
 from offroad.triton_kernels.dependent import launching, take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
@@ -98,8 +99,10 @@ def gated_delta(
     weights: DeltaWeights,
     eps: float,
     tiles: Tiles,
+    single: Single | None = None,
 ) -> torch.Tensor:
-    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone."""
+    """The contract of `ops.gated_delta.gated_delta`. The grid of verify rows is a matter of their number alone.
+    `single`: another kernel for rows of one token over replayed states."""
     qkvz, ba = (t if t.stride(1) == 1 else t.contiguous() for t in (qkvz, ba))
     out = torch.empty((qkvz.shape[0], spec.value_width), dtype=qkvz.dtype, device=qkvz.device)
     assert conv.capacity >= spec.kernel - 1 + (rows.width[: rows.verify].max() if rows.verify else 0), "columns apart"
@@ -108,7 +111,7 @@ def gated_delta(
     ring = conv.data
     if isinstance(state, ReplayView):
         if first:
-            delta_replay_jit.verify(qkvz, ba, conv, state, rows, spec, weights, eps, out)
+            delta_replay_jit.verify(qkvz, ba, conv, state, rows, spec, weights, eps, out, single)
     elif first:
         kept = state.data
         step_kernel[(rows.verify, spec.value_heads)](

@@ -12,7 +12,8 @@ tokens, all make the state in registers first, by the recurrence itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -223,6 +224,14 @@ def state_kernel(
     tl.store(out + inner, state, mask=live)
 
 
+@dataclass(frozen=True)
+class Single:
+    """Another kernel for rows of one token: which views it `takes`, and `run` with the arguments of `verify`."""
+
+    takes: Callable[[ReplayView], bool]
+    run: Callable[..., None]
+
+
 def _sizes(view: ReplayView) -> tuple[int, ...]:
     """HEADS, GROUP, DK, DV, K, V."""
     heads, dk, dv = view.state.shape[1:]
@@ -245,8 +254,13 @@ def verify(
     weights: DeltaWeights,
     eps: float,
     out: torch.Tensor,
+    single: Single | None = None,
 ) -> None:
-    """Writes the verify rows' part of `out`, their records and their columns."""
+    """Writes the verify rows' part of `out`, their records and their columns. `single` does so where it takes the
+    view."""
+    if single is not None and single.takes(view):
+        single.run(qkvz, ba, conv, view, rows, spec, weights, eps, out)
+        return
     ring, widest = conv.data, view.capacity - view.lag
     heads, group, dk, dv, k, v = _sizes(view)
     tensors = (

@@ -34,7 +34,7 @@ DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM co
 GGUF_GROUP = 16  # some of its kinds have 32
 
 
-def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
+def limits_of(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
     def limits(device: DeviceProfile, problem: Problem) -> str | None:
         found = layout_of(problem.stored)
         if found not in CANONICAL[layout]:
@@ -55,7 +55,7 @@ def _limits(layout: str) -> Callable[[DeviceProfile, Problem], str | None]:
 def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
     if not problem.invariant:
         return "is for --batch-invariant: kernels whose tiles change with the rows are faster"
-    return _limits("dense")(device, problem)
+    return limits_of("dense")(device, problem)
 
 
 def _w8a8_limits(device: DeviceProfile, problem: Problem) -> str | None:
@@ -171,7 +171,7 @@ def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
 def register(registry: Registry) -> None:
     """Adds the linears and embeddings over weights of 4 and of 8 bits, the dense ones and those of experts."""
     for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
-        limits, shared = _limits(layout), _shared(layout)
+        limits, shared = limits_of(layout), _shared(layout)
         registry.add(
             TritonKernel(
                 f"triton.grouped_{name}",
@@ -198,7 +198,7 @@ def register(registry: Registry) -> None:
         )
     )
     for layout, bits in ((W4, 4), (W8, 8)):
-        limits = _limits(layout)
+        limits = limits_of(layout)
         registry.add(
             TritonKernel(
                 f"triton.linear_w{bits}",

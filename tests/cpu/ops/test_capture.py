@@ -10,10 +10,11 @@ from real_specs import headers_of, real_spec
 from offroad.device.profile import load_profile
 from offroad.errors import PlanError
 from offroad.ops.budget import Budget, block_of
-from offroad.ops.capture import GraphPlan, chunk_sizes, fitted, plan_graphs, row_sizes
+from offroad.ops.capture import GraphPlan, chunk_sizes, fitted, in_turns, plan_graphs, row_sizes
 from offroad.ops.cells import Resolver, groups
 from offroad.ops.plan import plan
 from offroad.ops.registry import default_registry
+from offroad.ops.roofline import Costs, Reads
 from offroad.ops.spec import Registry
 from offroad.settings import Settings
 
@@ -75,7 +76,7 @@ def test_a_plan_has_graphs_of_a_chunk_if_every_prefill_kernel_can_be_captured():
     assert few.graphs.chunks == (16, 32, 64, 100)
     assert few.graphs.nbytes < made.graphs.nbytes
     assert 0 < made.graphs.chunk_bytes < made.graphs.nbytes
-    assert "rows of 1 tokens, a chunk of up to 16, 32, 64, 128, 256, 384, 512 tokens; about" in made.explain()
+    assert "rows of 1 tokens, a chunk of up to 16, 32, 64, 128, 256, 384, 512 tokens (up to" in made.explain()
 
 
 def test_steps_of_a_chunk_are_eager_for_a_reason():
@@ -93,6 +94,34 @@ def test_steps_of_a_chunk_are_eager_for_a_reason():
     assert found.rows == plan_graphs(SPEC, cells, registry(True), device, settings, 0, "bfloat16").rows
     assert (found.chunks, found.eager) == ((), "torch.reference_attention (attention) cannot be captured")
     assert "of a chunk none: torch.reference_attention (attention) cannot be captured; about" in found.describe()
+
+
+def costs_of(gigabytes: float, teraflops: float) -> Costs:
+    """Of a dense model of 27e9 weights in 14 GB, without attention."""
+    reads = Reads(14 * 10**9, 0, 0.0)
+    return Costs(reads, 54e9, 2.5e9, 0, 0, 0, (0.0, 0.0), 0, gigabytes * 1e9, teraflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "teraflops", "layers", "most"),
+    [
+        (4800, 989, 64, 512),  # 2.9 ms of reading, 27 ms of operations for 512 tokens; the host takes 64 ms
+        (4800, 989, 48, 384),
+        (1800, 210, 64, 64),
+        (270, 59, 64, 0),  # 52 ms of reading
+    ],
+)
+def test_chunks_take_turns_where_the_device_is_faster_than_the_host(gigabytes, teraflops, layers: int, most: int):
+    graphs = GraphPlan((1,), (1,), "", chunks=chunk_sizes(8192))
+    found = in_turns(graphs, costs_of(gigabytes, teraflops), layers, 16)
+    assert found == replace(graphs, turn_tokens=most)
+    assert f"tokens ({f'up to {most}' if most else 'none'} in turn with rows that decode); about" in found.describe()
+
+
+def test_no_chunk_takes_turns_without_rates_or_graphs():
+    graphs = GraphPlan((1,), (1,), "", chunks=(16,))
+    assert in_turns(graphs, None, 64, 16) == graphs
+    assert in_turns(GraphPlan((1,), (1,)), costs_of(4800, 989), 64, 16).turn_tokens == 0
 
 
 @pytest.mark.parametrize(("with_chunks", "kept"), [(1000, True), (900, True), (899, False), (0, False)])

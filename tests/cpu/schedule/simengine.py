@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -23,10 +24,21 @@ class Sim:
     """A scheduler, a device and what the events said, driven as the engine drives them."""
 
     def __init__(
-        self, config: CacheConfig, family: Family, *, budget=16, depth=1, max_waiting=64, seed=0, scheduler=Scheduler
+        self,
+        config: CacheConfig,
+        family: Family,
+        *,
+        budget=16,
+        depth=1,
+        max_waiting=64,
+        turn_tokens=0,
+        seed=0,
+        scheduler=Scheduler,
     ):
         self.family, self.depth, self.budget = family, depth, budget
-        self.scheduler = scheduler(config, max_num_batched_tokens=budget, max_waiting=max_waiting, depth=depth)
+        self.scheduler = scheduler(
+            config, max_num_batched_tokens=budget, max_waiting=max_waiting, depth=depth, turn_tokens=turn_tokens
+        )
         self.salts: dict[int, str] = {}
         self.device = SimDevice(config, family, Random(seed), lambda start: self.salts[id(start.params)], VOCAB)
         self.flying: deque[tuple] = deque()
@@ -127,7 +139,8 @@ def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
         k=random.choice((0, 0, 3)),
         interval=random.choice((0, 8)),
     )
-    sim = Sim(config, family, budget=random.choice((2, 5, 16)), depth=depth, seed=seed, scheduler=scheduler)
+    budget, turns = random.choice((2, 5, 16)), Random(f"turns {seed}").choice((0, 4, 16))
+    sim = Sim(config, family, budget=budget, depth=depth, turn_tokens=turns, seed=seed, scheduler=scheduler)
     texts = [[random.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
     for _ in range(random.randint(20, 60)):
         if random.random() < 0.4:
@@ -159,4 +172,6 @@ def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
         SEEN[name] += getattr(stats, name)
     for event in sim.ended.values():
         SEEN[event.finish_reason] += 1
+    kinds = [step.kind.tolist() for step in sim.steps]
+    SEEN["turns"] += sum(one == [1] and two and 1 not in two for one, two in pairwise(kinds)) if turns else 0
     assert len(sim.ended) == sum(request.params.n for request in sim.requests.values())

@@ -15,7 +15,7 @@ def test_tokens_do_not_depend_on_mates_chunks_preemption_hits_or_drafts(depth):
     SEEN.clear()
     for seed in range(25):
         random_run(seed, depth)
-    for what in ("preemptions", "prefix_resumed_tokens", "stop", "length", "abort"):
+    for what in ("preemptions", "prefix_resumed_tokens", "stop", "length", "abort", "turns"):
         assert SEEN[what], f"the runs do not exercise: {what}"
 
 
@@ -23,6 +23,12 @@ def test_tokens_do_not_depend_on_mates_chunks_preemption_hits_or_drafts(depth):
 @given(st.integers(0, 10**9), st.integers(1, 2))
 def test_tokens_do_not_depend_on_what_happens_around(seed, depth):
     random_run(seed, depth)
+
+
+def test_the_oldest_runs_where_those_whose_turn_it_is_find_no_memory():
+    """Three siblings, two tokens a step: the oldest sits out, the second needs a block, and the third has none that it
+    does not share."""
+    random_run(1616, 1)
 
 
 # --- seeded bugs ----------------------------------------------------------------------------------------------------

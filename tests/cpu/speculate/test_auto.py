@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from offroad import LLM, SamplingParams
 from offroad.errors import SettingsError
+from offroad.speculate import drafting as drafting_module
 from offroad.speculate.auto import Auto
 from offroad.speculate.config import speculation
+from offroad.speculate.drafting import Drafting
 
 
 def play(auto: Auto, chances: list[float], base: float, each: float, steps: int, seed: int = 0) -> tuple[float, float]:
@@ -75,6 +78,27 @@ def test_sequences_of_one_batch_differ():
     counts = auto.counts(np.array([1, 2]))
     assert counts[0] >= 3
     assert counts[1] <= 1
+
+
+def test_making_drafts_is_part_of_the_step_that_looks_at_them(monkeypatch):
+    """Also where a chunk has a step of its own between the two."""
+    clock, took = [0.0], []
+
+    def propose(turn, slots, counts):
+        clock[0] += 3.0
+
+    monkeypatch.setattr(drafting_module.time, "perf_counter", lambda: clock[0])
+    auto = Auto(2, 4)
+    auto.start(1, 0)
+    monkeypatch.setattr(auto, "took", lambda slots, drafted, seconds: took.append(seconds))
+    arrays = SimpleNamespace(room=lambda slots: np.full(len(slots), 2))
+    drafting = Drafting(SimpleNamespace(propose=propose), arrays, auto)
+    for verify in (1, 0, 1, 1):
+        one, began = np.ones(1, np.int32), clock[0]
+        clock[0] += 10.0  # of the step itself
+        step = SimpleNamespace(slot=one, samples=one > 0)
+        drafting.propose(SimpleNamespace(step=step, rows=SimpleNamespace(slot=one, width=one, verify=verify)), began)
+    assert took == [10.0, 16.0, 13.0]
 
 
 def test_settings():

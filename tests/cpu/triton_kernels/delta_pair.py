@@ -50,6 +50,7 @@ class Pair:
         slots: int = 5,
         seed: int = 0,
         lag: int = 0,
+        kernel: str = "triton.gated_delta",
     ) -> None:
         self.spec, self.name, self.dtype, self.device, self.k = spec, dtype, DTYPES[dtype], device, k
         self.random = torch.Generator(device).manual_seed(seed)
@@ -64,7 +65,7 @@ class Pair:
         self.wide, stored = (torch.float64, torch.float64) if dtype == "float32" else (self.dtype, torch.float32)
         self.reference, self.rings = self._rings(stored), self._rings(torch.float32)
         registry = default_registry()
-        self.kernel = registry.kernels["triton.gated_delta"].prepare(H100, Problem("gated_delta", "decode", dtype))
+        self.kernel = registry.kernels[kernel].prepare(H100, Problem("gated_delta", "decode", dtype))
 
     def _rings(self, stored: torch.dtype) -> tuple[RingView, RingView | ReplayView]:
         """(raw columns, states or what they are replayed from in `stored`)."""

@@ -82,6 +82,11 @@ __device__ __forceinline__ void wait_turn() { asm volatile("griddepcontrol.wait;
 // A number that all threads of a warp have, so that it is known to be the same for all.
 __device__ __forceinline__ int same(int number) { return __shfl_sync(0xFFFFFFFFu, number, 0); }
 
+// A barrier of `threads` threads of the block that have the number `id` in common.
+__device__ __forceinline__ void sync_some(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Gives registers of a warpgroup back, or takes them: what each of its threads has from then on.
 template <int REGISTERS>
 __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

@@ -1,0 +1,141 @@
+"""Kernels for Hopper in CUDA C++ as entries of the registry. Each has Triton's beside it for what it is not for, so a
+cell's kernel is both; Triton and NVRTC are imported by `bind`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from offroad.device.profile import DeviceProfile
+from offroad.ops.spec import Bound, Problem, Registry
+from offroad.triton_kernels import delta
+from offroad.triton_kernels.kernel import TritonKernel
+from offroad.triton_kernels.linear import limits_of, workspace
+from offroad.triton_kernels.linear_pack import BLOCK_N, W4
+from offroad.triton_kernels.memory import split_bytes
+
+LINEAR, GATED, DELTA = "hopper.linear_w4", "hopper.gated_linear", "hopper.gated_delta"
+HOPPER = (9, 0)
+SHARED = 197_696  # bytes of a block of the linears, at most (tests/cpu/nvrtc)
+DIM, TAPS = 128, 4  # of heads, of the convolution
+FOR_LINEARS = "17 to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
+FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
+
+
+def _elsewhere(device: DeviceProfile) -> str | None:
+    if device.compute_capability != HOPPER:
+        return f"is for compute capability 9.0; device: {device.name}"
+    if device.source == "probe" and device.tool("nvrtc") is None:
+        return "needs NVRTC and cuda-bindings, which torch for CUDA 13 brings: pip install 'offroad[sm70]' for CUDA 12"
+    return None
+
+
+def _linear_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    if reason := _elsewhere(device):
+        return reason
+    if other := sorted(kind for kind in problem.stored if not kind.startswith("affine4.")):
+        return f"reads 4-bit integers with scales and zero points; stored: {', '.join(other)}"
+    if problem.size("k") % 8:
+        return f"needs rows of x of whole 16 bytes: a multiple of 8 columns, not {problem.size('k'):,}"
+    return limits_of(W4)(device, problem)
+
+
+def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    for part, kernel in (("linear:gate_up", LINEAR), ("gated_activation", "triton.gated_activation")):
+        if (found := dict(problem.parts).get(part, "")) != kernel:
+            return f"does what {LINEAR} and triton.gated_activation do; the plan has {found or 'no kernel'} for {part}"
+    size = problem.size("n") // 2
+    return f"needs a multiple of {BLOCK_N} outputs of gate and up each, not {size:,}" if size % BLOCK_N else None
+
+
+def _delta_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    if reason := _elsewhere(device):
+        return reason
+    if "replay" not in problem.features:
+        return "is for states that are replayed from records; these are written at every token"
+    dims = tuple(problem.size(name) for name in ("key_dim", "value_dim", "kernel"))
+    return None if dims == (DIM, DIM, TAPS) else f"needs heads of 128 by 128 and a convolution of 4, not {dims}"
+
+
+def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.nvrtc import linear_hopper
+    from offroad.triton_kernels import dependent
+    from offroad.triton_kernels.linear_run import card_of
+
+    dependent.allow(linear_hopper.MOST)
+    return partial(getattr(linear_hopper, problem.op), on=card_of(device))
+
+
+def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.nvrtc import delta_token
+    from offroad.triton_kernels.delta_jit import gated_delta
+    from offroad.triton_kernels.delta_replay_jit import Single
+
+    single = Single(delta_token.takes, delta_token.single)
+    return partial(gated_delta, tiles=delta.tiles(device, problem.dtype), single=single)
+
+
+def _linear_shared(device: DeviceProfile, problem: Problem) -> int:
+    return SHARED
+
+
+def _delta_shared(device: DeviceProfile, problem: Problem) -> int:
+    return delta.tiles(device, problem.dtype).shared
+
+
+def _sums(device: DeviceProfile, problem: Problem) -> int:
+    return split_bytes(device.units)
+
+
+BFLOAT16 = frozenset({"bfloat16"})
+
+
+def register(registry: Registry) -> None:
+    """Adds the linear and Gated DeltaNet; their ops must be there."""
+    linear = TritonKernel(
+        LINEAR,
+        "linear",
+        _bind_linear,
+        _linear_limits,
+        _linear_shared,
+        features=frozenset({"bias"}),
+        dtypes=BFLOAT16,
+        layout=W4,
+        reason=FOR_LINEARS,
+        cost=0.9,
+        invariant=False,
+        workspace=workspace,
+    )
+    rule = TritonKernel(
+        DELTA,
+        "gated_delta",
+        _bind_delta,
+        _delta_limits,
+        _delta_shared,
+        features=frozenset({"silu", "sigmoid", "replay"}),
+        dtypes=BFLOAT16,
+        reason=FOR_DELTA,
+        cost=0.9,
+        temporary=delta.chunk_bytes,
+    )
+    registry.add(linear)
+    registry.add(rule)
+
+
+def register_gated(registry: Registry) -> None:
+    """Adds the linear with a gated activation behind it; the op must be there."""
+    registry.add(
+        TritonKernel(
+            GATED,
+            "gated_linear",
+            _bind_linear,
+            _gated_limits,
+            _linear_shared,
+            features=frozenset({"bias", "silu", "gelu_tanh"}),
+            dtypes=BFLOAT16,
+            reason=FOR_LINEARS,
+            cost=0.9,
+            invariant=False,
+            workspace=_sums,
+        )
+    )

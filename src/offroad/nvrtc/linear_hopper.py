@@ -1,0 +1,120 @@
+"""Linears of 17 to 64 tokens over 4-bit integers on Hopper: what kernels/linear_hopper.cu is specialised by, and how it
+is launched. Fewer and more tokens go to Triton's kernels, which read the same records.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from offroad.nvrtc import launch
+from offroad.nvrtc.compile import Source
+from offroad.ops import blocks
+from offroad.triton_kernels import linear_gated, linear_run
+from offroad.triton_kernels.dependent import launching
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
+from offroad.triton_kernels.linear_run import Card, stored
+from offroad.triton_kernels.memory import COUNTERS, MEMORY
+
+if TYPE_CHECKING:
+    from offroad.ops.bound import LayerOps
+    from offroad.quant.packed import Packed
+
+ARGS = "@16Q7Q8i40x"  # `Args` of the kernel, to its alignment
+TARGET = "sm_90a"
+LEAST, MOST = 17, 64  # tokens
+WARPGROUPS = 2  # that multiply; one more starts copies
+OUTPUTS = 2 * BLOCK_N * WARPGROUPS  # of a block's tile
+THREADS = 128 * (WARPGROUPS + 1)
+STAGES = {32: 5, 64: 4}  # steps on their way, by the tokens of a tile
+SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+
+
+def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "") -> Source:
+    """For up to `tokens` tokens (32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
+    scale = 4 if scales == 2 else 2
+    step = 64 * OUTPUTS + 2 * BLOCK_K * tokens + fold * OUTPUTS * (scale + 2 * minima)
+    stages = STAGES[tokens]
+    shared = 1024 + stages * (step + -step % 1024) + 4 * WARPGROUPS * tokens * 32 + 16 * stages
+    sizes = {"TOKENS": tokens, "WARPGROUPS": WARPGROUPS, "STAGES": stages, "FOLD": fold}
+    kinds = {"SCALES": scales, "MINIMA": int(minima), "GATE": GATES[gate]}
+    return Source("linear_hopper.cu", (*sizes.items(), *kinds.items()), shared, TARGET)
+
+
+def takes(rows: int, weight: Packed) -> bool:
+    """Whether the kernel is for so many rows of x, in bf16."""
+    return LEAST <= rows <= MOST and isinstance(weight, Records) and weight.kind == "int4"
+
+
+def linear(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
+    """`x w^T + bias`; x [tokens, k] -> [tokens, n]."""
+    if not takes(x.shape[0], weight):
+        return linear_run.run(x, weight, on=on)
+    return product(x, weight, on)
+
+
+def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
+    """The contract of `ops.blocks.gated_linear`."""
+    weight, kind = layer.linears["gate_up"], layer.ffn.activation
+    if takes(x.shape[0], weight):
+        return product(x, weight, on, gate=kind)
+    if linear_gated.takes(x.shape[0], x.dtype, weight):
+        return linear_gated.fused(x, weight, kind, on=on)
+    return blocks.gated_linear(x, layer)
+
+
+def product(x: torch.Tensor, weight: Records, on: Card, gate: str = "") -> torch.Tensor:
+    """One launch: [tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`."""
+    x = (x if weight.perm is None else x.index_select(1, weight.perm)).contiguous()
+    rows, it = x.shape[0], stored(weight)
+    tokens = 32 if rows <= 32 else 64
+    y = torch.empty(rows, weight.n // 2 if gate else weight.n, dtype=x.dtype, device=x.device)
+    minima = it.m is not None
+    assert not minima or it.m.dtype == torch.int16, it.m.dtype
+    made = source(tokens, it.fold, SCALES[it.s.dtype], minima, gate)
+    if x.device.type == "meta":  # what steps launch is being collected, to be compiled before there are any
+        launch.load(made, "linear", ARGS)
+        return y
+    records, units = it.q.shape[:2]
+    tiles = -(-records // (2 * WARPGROUPS))
+    programs = min(on.sms, tiles * units)
+    partial = MEMORY.get(x.device, "partial", programs * 2 * OUTPUTS * tokens, torch.float32)
+    arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS, torch.int32)
+    tensors = (it.q, it.s, it.m, weight.bias, y, partial, arrived)
+    sizes = (rows, weight.n, units, records, tiles, it.s_group, it.group_units, 0)
+    launch.load(made, "linear", ARGS).launch(
+        (programs, 1, 1),
+        THREADS,
+        *_map_of(x.data_ptr(), rows, weight.k, tokens),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *sizes,
+        early=launching(rows)["PDL"],
+    )
+    return y
+
+
+@lru_cache(maxsize=4096)
+def _map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
+    """The words of a tensor map: bf16 [rows, k] at an address, in swizzled boxes of `tokens` rows and 64 columns, zeros
+    where there are none."""
+    from cuda.bindings import driver
+
+    status, made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        2,
+        address,
+        [driver.cuuint64_t(k), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(2 * k)],
+        [driver.cuuint32_t(64), driver.cuuint32_t(tokens)],
+        [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status.value:
+        raise launch.LaunchError("a tensor map of x", found=f"{status.name} for [{rows}, {k}]")
+    return tuple(int(word) for word in made.opaque)
