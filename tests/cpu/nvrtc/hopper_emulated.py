@@ -7,10 +7,15 @@ import struct
 from dataclasses import dataclass
 from functools import cache
 
+import pytest
 import torch
 from sm70_emulated import built
 
+from offroad.nvrtc import launch, linear_hopper
 from offroad.nvrtc.compile import FOLDER, Source
+from offroad.triton_kernels.linear_pack import Records
+from offroad.triton_kernels.linear_run import Card
+from offroad.triton_kernels.memory import COUNTERS, Memory
 
 SHARED = "extern __shared__ __align__(16) unsigned char shared[];"
 _ENTRY = """
@@ -33,6 +38,7 @@ extern "C" const char* launch(const void* given, unsigned blocks, unsigned threa
     }});
 }}
 """
+NAN, GUARD = b"\xff", 4096
 Changes = tuple[tuple[str, str], ...]
 
 
@@ -62,24 +68,29 @@ class Function:
         x, _, rows, pitch = values[:4]
         y, partial, arrived, _, n, _, _, tiles = values[20:28]
         sizes = dict(self.source.defines)
-        warps = 4 * sizes["WARPGROUPS"]
+        warps, size = 4 * sizes["WARPGROUPS"], rows * n * 2 // (2 if sizes["GATE"] else 1)
         fresh = ctypes.string_at(x, rows * pitch)
         ctypes.memset(x, 0xFF, rows * pitch)
+        room = ctypes.create_string_buffer(NAN * (GUARD + size + GUARD))
         ends = {
             x: fresh,
-            y: b"\xff" * (rows * n * 2 // (2 if sizes["GATE"] else 1)),
-            partial: b"\xff" * (grid[0] * 2 * warps * 32 * sizes["TOKENS"] * 4),
+            ctypes.addressof(room) + GUARD: NAN * size,
+            partial: NAN * (grid[0] * 2 * warps * 32 * sizes["TOKENS"] * 4),
             arrived: ctypes.string_at(arrived, tiles * warps * 4),
         }
         kept = {to: ctypes.create_string_buffer(data, len(data)) for to, data in ends.items()}
         before = [number for to, data in kept.items() for number in (to, ctypes.addressof(data), len(data))]
         ranges = [number for tensor in self.readable for number in (tensor.data_ptr(), tensor.nbytes)]
-        said = library.launch(
-            self.layout.pack(*values), grid[0], threads, self.source.shared, self.seed, _words(ranges), _words(before)
-        )
+        packed = self.layout.pack(*values[:20], ctypes.addressof(room) + GUARD, *values[21:])
+        shared = self.source.shared
+        said = library.launch(packed, grid[0], threads, shared, self.seed, _words(ranges), _words(before))
         ctypes.memmove(x, fresh, rows * pitch)
         if said:
             raise Fault(said.decode())
+        written = room.raw[: GUARD + size + GUARD]
+        if written[:GUARD] + written[GUARD + size :] != NAN * (2 * GUARD):
+            raise Fault("a number written outside of y")
+        ctypes.memmove(y, written[GUARD : GUARD + size], size)
 
 
 def _words(numbers: list[int]) -> ctypes.Array:
@@ -89,6 +100,28 @@ def _words(numbers: list[int]) -> ctypes.Array:
 def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
     """The words of the emulator's tensor map: bf16 [rows, k], boxes of `tokens` rows and 64 columns."""
     return (address, k, rows, 2 * k, 64, tokens, *[0] * 10)
+
+
+class Emulated:
+    """`linear_hopper.product` on the CPU, with counters of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch, self.memory = monkeypatch, Memory()
+        monkeypatch.setattr(linear_hopper, "MEMORY", self.memory)
+        monkeypatch.setattr(linear_hopper, "_map_of", map_of)
+
+    def __call__(
+        self, x: torch.Tensor, weight: Records, blocks: int, gate: str = "", seed: int = 0, changes: Changes = ()
+    ) -> torch.Tensor:
+        """By so many blocks. Raises Fault."""
+        readable = tuple(weight.tensors.values())
+        self.monkeypatch.setattr(
+            launch, "load", lambda source, _, layout: Function(struct.Struct(layout), source, readable, seed, changes)
+        )
+        y = linear_hopper.product(x, weight, Card(blocks, wgmma=True), gate)
+        if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
+            raise Fault("counters that the next launch does not find at 0")
+        return y
 
 
 @cache

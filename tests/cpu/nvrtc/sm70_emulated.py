@@ -96,9 +96,7 @@ def built(text: str, options: tuple[str, ...]) -> ctypes.CDLL:
     entry.write_text(text)
     includes = [f"-I{place}" for place in (EMULATOR, FOLDER / "include")]
     command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
-    done = subprocess.run(
-        [*command, *includes, *options, str(entry), "-o", str(made)], capture_output=True, text=True
-    )
+    done = subprocess.run([*command, *includes, *options, str(entry), "-o", str(made)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     library = ctypes.CDLL(str(made))
     shutil.rmtree(folder)
