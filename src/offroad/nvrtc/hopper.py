@@ -8,6 +8,7 @@ from functools import partial
 
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
+from offroad.quant.packed import group_of
 from offroad.triton_kernels import delta
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.linear import limits_of, workspace
@@ -16,8 +17,9 @@ from offroad.triton_kernels.memory import split_bytes
 
 LINEAR, GATED, DELTA = "hopper.linear_w4", "hopper.gated_linear", "hopper.gated_delta"
 HOPPER = (9, 0)
-SHARED = 197_696  # bytes of a block of the linears, at most (tests/cpu/nvrtc)
+SHARED = 232_448  # bytes of a block of the linears, at most
 DIM, TAPS = 128, 4  # of heads, of the convolution
+LEAST_GROUP = 32
 FOR_LINEARS = "17 to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
@@ -35,8 +37,11 @@ def _linear_limits(device: DeviceProfile, problem: Problem) -> str | None:
         return reason
     if other := sorted(kind for kind in problem.stored if not kind.startswith("affine4.")):
         return f"reads 4-bit integers with scales and zero points; stored: {', '.join(other)}"
-    if problem.size("k") % 8:
-        return f"needs rows of x of whole 16 bytes: a multiple of 8 columns, not {problem.size('k'):,}"
+    k = problem.size("k")
+    if k % 8:
+        return f"needs rows of x of whole 16 bytes: a multiple of 8 columns, not {k:,}"
+    if small := sorted(kind for kind in problem.stored if group_of(kind, k) < LEAST_GROUP):
+        return f"needs groups of {LEAST_GROUP} and more; stored: {', '.join(small)}"
     return limits_of(W4)(device, problem)
 
 

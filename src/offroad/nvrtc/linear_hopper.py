@@ -11,6 +11,7 @@ import torch
 
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
+from offroad.nvrtc.hopper import SHARED
 from offroad.ops import blocks
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.dependent import launching
@@ -28,17 +29,20 @@ LEAST, MOST = 17, 64  # tokens
 WARPGROUPS = 2  # that multiply; one more starts copies
 OUTPUTS = 2 * BLOCK_N * WARPGROUPS  # of a block's tile
 THREADS = 128 * (WARPGROUPS + 1)
-STAGES = {32: 5, 64: 4}  # steps on their way, by the tokens of a tile
+# Steps on their way at most, by the tokens of a tile. They take more than half of an SM's shared memory: two blocks of
+# a launch on one SM would leave another idle.
+STAGES = {16: 9, 32: 8, 64: 6}
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 
 
 def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "") -> Source:
-    """For up to `tokens` tokens (32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
+    """For up to `tokens` tokens (16, 32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
     scale = 4 if scales == 2 else 2
     step = 64 * OUTPUTS + 2 * BLOCK_K * tokens + fold * OUTPUTS * (scale + 2 * minima)
-    stages = STAGES[tokens]
-    shared = 1024 + stages * (step + -step % 1024) + 4 * WARPGROUPS * tokens * 32 + 16 * stages
+    stage, rest = step + -step % 1024 + 16, 1024 + 4 * WARPGROUPS * tokens * 32
+    stages = min(STAGES[tokens], (SHARED - rest) // stage)
+    shared = rest + stages * stage
     sizes = {"TOKENS": tokens, "WARPGROUPS": WARPGROUPS, "STAGES": stages, "FOLD": fold}
     kinds = {"SCALES": scales, "MINIMA": int(minima), "GATE": GATES[gate]}
     return Source("linear_hopper.cu", (*sizes.items(), *kinds.items()), shared, TARGET)
@@ -70,7 +74,7 @@ def product(x: torch.Tensor, weight: Records, on: Card, gate: str = "") -> torch
     """One launch: [tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`."""
     x = (x if weight.perm is None else x.index_select(1, weight.perm)).contiguous()
     rows, it = x.shape[0], stored(weight)
-    tokens = 32 if rows <= 32 else 64
+    tokens = next(size for size in STAGES if rows <= size)
     y = torch.empty(rows, weight.n // 2 if gate else weight.n, dtype=x.dtype, device=x.device)
     minima = it.m is not None
     assert not minima or it.m.dtype == torch.int16, it.m.dtype

@@ -114,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) token(const __grid_cons
     Shared& all = *reinterpret_cast<Shared*>(shared);
     const int head = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int key_head = head / p.group, key_width = p.heads / p.group * D;
+    let_next_start();
     wait_turn();
     if (p.widths[row] == 0) return;
     const i64 slot = p.slots[row];

@@ -8,9 +8,9 @@
 // and all but the last of them, which has more to do, add and store a share each; of two the first adds what the other has
 // left. The order of sums is always the same. All blocks must be on the GPU at once, since they wait for one another.
 //
-// Specialised by TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16,
-// 2: fp32), MINIMA (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu,
-// gelu_tanh, of a weight whose first half of outputs is the gate's).
+// Specialised by TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16, 2: fp32), MINIMA
+// (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu, gelu_tanh, of
+// a weight whose first half of outputs is the gate's).
 #include "bf16.cuh"
 #include "hopper.cuh"
 
@@ -250,7 +250,7 @@ __device__ __forceinline__ void await(u32* arrived, u32 count) {
 __device__ __forceinline__ void add_other(const Args& p, Sums& sums, u32* arrived) {
     await(arrived, 1);
     const float4* from = left_at(p, blockIdx.x + 1, true);
-    constexpr int AT_ONCE = 8;  // as many as registers hold
+    constexpr int AT_ONCE = QUADS < 8 ? QUADS : 8;  // as many as registers hold
 #pragma unroll
     for (int begin = 0; begin < QUADS; begin += AT_ONCE) {
         float4 other[AT_ONCE];
