@@ -73,14 +73,14 @@ def reports(target: str, chosen: list[Variant] | None = None) -> Iterator[Report
 
 
 def tensor_instructions(cubin: bytes) -> dict[str, int]:
-    """HMMA instructions by kernel, as a disassembler reads them. Raises KernelCompileError if there is none."""
+    """HMMA and HGMMA instructions by kernel, as a disassembler has them. Raises KernelCompileError if there is none."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(disassembler()), "-sass", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"Function : (\w+)", text)
-    return {name: body.count("HMMA.") for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+    return {name: len(re.findall(r"\bHG?MMA\.", body)) for name, body in zip(parts[1::2], parts[2::2], strict=True)}
 
 
 def disassembler() -> Path:

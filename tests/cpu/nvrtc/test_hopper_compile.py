@@ -1,0 +1,67 @@
+"""Hopper's kernels compile without a GPU, within its registers and shared memory; the linears' products are wgmma.
+
+OFFROAD_TEST_KERNELS=all compiles the linears for every number of scales to a step and every gate.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import product
+
+import pytest
+
+from offroad.nvrtc import compile
+from offroad.nvrtc.compile import FOLDER, Resources, Source, compile_source
+from offroad.nvrtc.hopper import SHARED
+from offroad.nvrtc.report import tensor_instructions
+
+pytest.importorskip("triton")  # has the disassembler; linears read the records of its kernels
+
+from offroad.nvrtc import delta_token, linear_hopper  # noqa: E402
+from offroad.nvrtc.linear_hopper import GATES, STAGES, TARGET, THREADS, WARPGROUPS  # noqa: E402
+
+needs_nvrtc = pytest.mark.skipif(
+    compile.toolchain() is None or not compile.supports(TARGET), reason="no NVRTC: pip install 'offroad[sm70]'"
+)
+ALL = os.environ.get("OFFROAD_TEST_KERNELS") == "all"
+KINDS = [
+    (fold, scales, minima, gate)
+    for fold, scales, minima, gate in product((1, 2, 4, 8), range(3), (False, True), GATES)
+    if (ALL and 0 in (fold - 1, scales)) or (fold == 1 and scales == 0 and gate != "gelu_tanh")
+]
+
+
+def image_of(source: Source, kernel: str) -> tuple[Resources, int]:
+    """What ptxas says of it, and its tensor-core instructions."""
+    image = compile_source(source, TARGET)
+    return image.resources()[0], tensor_instructions(image.code)[kernel]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("tokens", STAGES)
+def test_linears_fit_and_do_not_spill(tokens: int):
+    text = (FOLDER / "kernels" / "linear_hopper.cu").read_text()
+    give, take = (int(re.search(rf"{which}_registers<(\d+)>", text)[1]) for which in ("give", "take"))
+    for kind in KINDS:
+        source = linear_hopper.source(tokens, *kind)
+        resources, instructions = image_of(source, "linear")
+        assert (resources.spilled, resources.stack) == (0, 0), source.label
+        assert instructions == 16, source.label  # a step of two tiles, 16 of its 128 k's at a time
+        # Else those that take registers would wait for ever.
+        assert 128 * (give + WARPGROUPS * take) <= resources.registers * THREADS <= 65_536, source.label
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("lag", [1, 4, delta_token.WARPS])
+def test_gated_delta_does_not_spill(lag: int):
+    resources, _ = image_of(delta_token.source(lag, silu=True), "token")
+    assert (resources.spilled, resources.stack) == (0, 0)
+    assert 2 * resources.registers * 32 * delta_token.WARPS <= 65_536
+
+
+def test_linears_take_no_more_shared_memory_than_a_block_has_and_three_steps_at_least():
+    for tokens, fold, scales, minima in product(STAGES, (1, 2, 4, 8), range(3), (False, True)):
+        source = linear_hopper.source(tokens, fold, scales, minima)
+        assert source.shared <= SHARED, source.label
+        assert dict(source.defines)["STAGES"] >= 3, source.label
