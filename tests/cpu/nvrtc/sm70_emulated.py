@@ -59,7 +59,7 @@ class Function:
     shared: int
     source: Source
 
-    def launch(self, grid: tuple[int, int, int], threads: int, *values: float) -> None:
+    def launch(self, grid: tuple[int, int, int], threads: int, *values: float, early: bool = False) -> None:
         if 0 in grid:
             return
         assert min(grid) > 0, grid

@@ -63,9 +63,14 @@ struct Thread {
     int number;
     bool done, begun, held;  // held: waits for others
 };
+struct Named {
+    unsigned waiting = 0;
+    long round = 0;
+};
 struct Block {
     Thread threads[MOST];
     Warp warps[MOST / 32];
+    Named named[16];  // barriers of some threads
     int waiting, live;
     long round;
 };
@@ -153,10 +158,15 @@ inline float __shfl_xor_sync(unsigned, float x, int lanes) {
     emulator::warp_barrier();
     return result;
 }
-inline int __shfl_sync(unsigned, int x, int lane) {
-    int result = *(const int*)emulator::exchange(&x).items[lane];
+template <class T>
+inline T __shfl_sync(unsigned, T x, int lane) {
+    T result = *(const T*)emulator::exchange(&x).items[lane];
     emulator::warp_barrier();
     return result;
+}
+inline float __shfl_up_sync(unsigned mask, float x, int lanes) {
+    int lane = emulator::current->number % 32;
+    return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
 }
 inline unsigned atomicAdd(unsigned* at, unsigned x) {
     unsigned before = *at;
@@ -180,6 +190,7 @@ inline float __uint_as_float(unsigned bits) {
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
+inline float __logf(float x) { return std::log(x); }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 
@@ -214,6 +225,7 @@ inline void go_far(unsigned warp, unsigned size, bool far) {
 // Makes a block's threads ready to begin, with STACK bytes for each of them.
 inline void prepare(Block& block, unsigned size, char* stacks) {
     for (Warp& warp : block.warps) warp = Warp();
+    for (Named& named : block.named) named = Named();
     block.live = size, block.waiting = 0, block.round = 0;
     for (unsigned i = 0; i < size; i++) {
         Thread& thread = block.threads[i];

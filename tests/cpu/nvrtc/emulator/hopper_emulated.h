@@ -130,7 +130,7 @@ inline void nothing_is_left() {
     if (products[&current_warp()].queue.size()) fail("a thread left while its products were on their way");
 }
 
-inline bool turn;  // the kernel before has ended
+inline bool turn = true;  // the kernel before has ended
 }  // namespace emulator
 
 inline u32 shared_address(const void* at) { return (const unsigned char*)at - emulator::here().memory; }
@@ -176,6 +176,12 @@ inline void wait_turn() {
     emulator::hold([] { return emulator::turn; });
 }
 inline int same(int number) { return __shfl_sync(0xFFFFFFFFu, number, 0); }
+inline void sync_some(u32 id, u32 threads) {
+    emulator::Named& named = emulator::block->named[id];
+    const long round = named.round;
+    if (++named.waiting == threads) named.waiting = 0, named.round++, emulator::progress++;
+    emulator::hold([&] { return named.round != round; });
+}
 template <int REGISTERS>
 inline void give_registers() {}
 template <int REGISTERS>
