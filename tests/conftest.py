@@ -15,7 +15,8 @@ LONGEST = (("tests/model/test_same_tokens", "gemma3"), ("tests/model/test_hf_par
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="real models over all prompts, not every second one")
+    told = "real models over all prompts, not every second one, and kernels compiled in every kind"
+    parser.addoption("--thorough", action="store_true", help=told)
 
 
 def _order(nodeid: str) -> int:
