@@ -24,7 +24,7 @@ from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
 from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels.linear_gated import fused
-from offroad.triton_kernels.linear_run import card, run
+from offroad.triton_kernels.linear_run import run
 
 SHAPES = {
     "gate_up": (34816, 5120),
@@ -38,14 +38,13 @@ DELTA, LAG, BASE = GatedDeltaSpec(16, 48, 128, 128, 4), 8, 1000
 
 
 def linears(rows: int, kind: str) -> None:
-    on = card(torch.device("cuda", 0))
     for name, (n, k) in SHAPES.items():
         gate = "silu" if name == "gate_up" else ""
         first = random_weight(kind, n, k)
         weights = [first] + [random_weight(kind, n, k) for _ in range(copies(first.nbytes) - 1)]
         x = torch.randn(rows, k, device="cuda").bfloat16()
         triton = partial(fused, x, kind=gate) if gate else partial(run, x)
-        hopper = partial(linear_hopper.product, x, on=on, gate=gate)
+        hopper = partial(linear_hopper.product, x, gate=gate)
         times = (microseconds([partial(call, weight=w) for w in weights]) for call in (triton, hopper))
         report(f"{name} {kind}", rows, first.nbytes, *times)
 
