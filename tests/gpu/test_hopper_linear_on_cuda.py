@@ -23,11 +23,9 @@ from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
-from offroad.triton_kernels.linear_run import card  # noqa: E402
 from offroad.triton_kernels.memory import COUNTERS, MEMORY  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
-CARD = card(DEVICE)
 REAL = [(34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144), (14336, 5120), (43008, 5376), (5376, 21504)]
 
 
@@ -41,9 +39,9 @@ def x_of(rows: int, k: int) -> torch.Tensor:
 
 
 def checked(x: torch.Tensor, weight: Packed, mine: Packed) -> None:
-    found = product(x, mine, CARD)
+    found = product(x, mine)
     check(found, linear(x.float(), weight), "bfloat16")
-    assert torch.equal(found, product(x, mine, CARD)), "the same bits again"
+    assert torch.equal(found, product(x, mine)), "the same bits again"
     counters = MEMORY.get(DEVICE, COUNTERS, 1, torch.int32)
     assert not counters.any(), "counters are ready for the next launch"
 
@@ -90,22 +88,22 @@ def test_gates(size: int, k: int, kind: str):
     mine = pack(weight)
     for rows in (LEAST, 16, 17, 33, MOST):
         x = x_of(rows, k)
-        found = product(x, mine, CARD, gate=kind)
+        found = product(x, mine, gate=kind)
         both = linear(x.float(), replace(weight, bias=weight.bias.float())).bfloat16().float()
         allowed = TOLERANCE["bfloat16"]
         expected = gated_activation(both, kind)
         torch.testing.assert_close(found.float(), expected, atol=allowed.absolute, rtol=allowed.relative)
-        assert torch.equal(found, product(x, mine, CARD, gate=kind))
+        assert torch.equal(found, product(x, mine, gate=kind))
 
 
 def test_in_a_graph_of_many():
     """A thousand launches one after the other leave the same numbers and the counters at 0."""
     weight = weight_of(5120, 2048, 128, True)
     mine, x = pack(weight), x_of(48, 2048)
-    expected = product(x, mine, CARD)
+    expected = product(x, mine)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = [product(x, mine, CARD) for _ in range(20)]
+        found = [product(x, mine) for _ in range(20)]
     for _ in range(50):
         graph.replay()
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ from offroad.ops import blocks
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
-from offroad.triton_kernels.linear_run import Card, stored
+from offroad.triton_kernels.linear_run import Card, card, stored
 from offroad.triton_kernels.memory import COUNTERS, MEMORY
 
 if TYPE_CHECKING:
@@ -57,20 +57,20 @@ def linear(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
     """`x w^T + bias`; x [tokens, k] -> [tokens, n]."""
     if not takes(x.shape[0], weight):
         return linear_run.run(x, weight, on=on)
-    return product(x, weight, on)
+    return product(x, weight)
 
 
 def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
     """The contract of `ops.blocks.gated_linear`."""
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
     if takes(x.shape[0], weight):
-        return product(x, weight, on, gate=kind)
+        return product(x, weight, gate=kind)
     if linear_gated.takes(x.shape[0], x.dtype, weight):
         return linear_gated.fused(x, weight, kind, on=on)
     return blocks.gated_linear(x, layer)
 
 
-def product(x: torch.Tensor, weight: Records, on: Card, gate: str = "") -> torch.Tensor:
+def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     """One launch: [tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`."""
     x = (x if weight.perm is None else x.index_select(1, weight.perm)).contiguous()
     rows, it = x.shape[0], stored(weight)
@@ -84,7 +84,7 @@ def product(x: torch.Tensor, weight: Records, on: Card, gate: str = "") -> torch
         return y
     records, units = it.q.shape[:2]
     tiles = -(-records // (2 * WARPGROUPS))
-    programs = min(on.sms, tiles * units)
+    programs = min(card(x.device).sms, tiles * units)  # of the card that is there: they wait for one another
     partial = MEMORY.get(x.device, "partial", programs * 2 * OUTPUTS * tokens, torch.float32)
     arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS, torch.int32)
     tensors = (it.q, it.s, it.m, weight.bias, y, partial, arrived)
