@@ -118,7 +118,8 @@ class Emulated:
         self.monkeypatch.setattr(
             launch, "load", lambda source, _, layout: Function(struct.Struct(layout), source, readable, seed, changes)
         )
-        y = linear_hopper.product(x, weight, Card(blocks, wgmma=True), gate)
+        self.monkeypatch.setattr(linear_hopper, "card", lambda _: Card(blocks, wgmma=True))
+        y = linear_hopper.product(x, weight, gate)
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y
