@@ -31,13 +31,13 @@ OUTPUTS = 2 * BLOCK_N * WARPGROUPS  # of a block's tile
 THREADS = 128 * (WARPGROUPS + 1)
 # Steps on their way at most, by the tokens of a tile. They take more than half of an SM's shared memory: two blocks of
 # a launch on one SM would leave another idle.
-STAGES = {16: 9, 32: 8, 64: 6}
+STAGES = {32: 8, 64: 6}
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 
 
 def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "") -> Source:
-    """For up to `tokens` tokens (16, 32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
+    """For up to `tokens` tokens (32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
     scale = 4 if scales == 2 else 2
     step = 64 * OUTPUTS + 2 * BLOCK_K * tokens + fold * OUTPUTS * (scale + 2 * minima)
     stage, rest = step + -step % 1024 + 16, 1024 + 4 * WARPGROUPS * tokens * 32

@@ -119,10 +119,6 @@ __device__ __forceinline__ void start_product(float (&sums)[N / 2], const u32 (&
 #define L32 L16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((u32)first)
 template <>
-__device__ __forceinline__ void start_product<16>(float (&sums)[8], const u32 (&a)[4], u32 b, bool first) {
-    asm volatile(PRODUCT("16", "bf16", L8, "", "%8", "%9", "%10", "%11", "%12", "%13") : S8(0) : INPUTS);
-}
-template <>
 __device__ __forceinline__ void start_product<32>(float (&sums)[16], const u32 (&a)[4], u32 b, bool first) {
     asm volatile(PRODUCT("32", "bf16", L16, "", "%16", "%17", "%18", "%19", "%20", "%21") : S8(0), S8(8) : INPUTS);
 }

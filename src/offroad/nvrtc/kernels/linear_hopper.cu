@@ -250,7 +250,7 @@ __device__ __forceinline__ void await(u32* arrived, u32 count) {
 __device__ __forceinline__ void add_other(const Args& p, Sums& sums, u32* arrived) {
     await(arrived, 1);
     const float4* from = left_at(p, blockIdx.x + 1, true);
-    constexpr int AT_ONCE = QUADS < 8 ? QUADS : 8;  // as many as registers hold
+    constexpr int AT_ONCE = 8;  // as many as registers hold
 #pragma unroll
     for (int begin = 0; begin < QUADS; begin += AT_ONCE) {
         float4 other[AT_ONCE];
@@ -321,7 +321,7 @@ __device__ __forceinline__ void multiply(const Args& p, Ring ring, i64 begin, i6
     }
 }
 
-// Grid: blocks that have equal shares of all tiles' steps.
+// Grid: blocks that have equal shares of all tiles' steps, one at least.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) linear(const __grid_constant__ Args p) {
     unsigned char* base = shared + (1024 - shared_address(shared) % 1024) % 1024;
     u64* full = reinterpret_cast<u64*>(base + BARRIERS_AT);
