@@ -1,5 +1,5 @@
-"""Linears of 17 to 64 tokens over 4-bit integers on Hopper: what kernels/linear_hopper.cu is specialised by, and how it
-is launched. Fewer and more tokens go to Triton's kernels, which read the same records.
+"""Linears of up to 64 tokens over 4-bit integers on Hopper: what kernels/linear_hopper.cu is specialised by, and how it
+is launched. More tokens, and fewer than a plan asks for, go to Triton's kernels, which read the same records.
 """
 
 from __future__ import annotations
@@ -26,44 +26,52 @@ if TYPE_CHECKING:
 ARGS = "@16Q7Q8i40x"  # `Args` of the kernel, to its alignment
 TARGET = "sm_90a"
 LEAST, MOST = 17, 64  # tokens
-WARPGROUPS = 2  # that multiply; one more starts copies
-OUTPUTS = 2 * BLOCK_N * WARPGROUPS  # of a block's tile
-THREADS = 128 * (WARPGROUPS + 1)
-# Steps on their way at most, by the tokens of a tile. They take more than half of an SM's shared memory: two blocks of
-# a launch on one SM would leave another idle.
-STAGES = {32: 8, 64: 6}
+# Warpgroups that multiply (one more starts copies) and steps on their way at most, by the tokens of a tile. Blocks take
+# more than half of an SM's shared memory: two of a launch on one SM would leave another idle.
+WARPGROUPS = {8: 4, 16: 4, 32: 2, 64: 2}
+STAGES = {8: 6, 16: 5, 32: 8, 64: 6}
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 
 
+def outputs(tokens: int) -> int:
+    """Of a block's tile."""
+    return 2 * BLOCK_N * WARPGROUPS[tokens]
+
+
+def threads(tokens: int) -> int:
+    """Of a block."""
+    return 128 * (WARPGROUPS[tokens] + 1)
+
+
 def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "") -> Source:
-    """For up to `tokens` tokens (32 or 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
-    scale = 4 if scales == 2 else 2
-    step = 64 * OUTPUTS + 2 * BLOCK_K * tokens + fold * OUTPUTS * (scale + 2 * minima)
-    stage, rest = step + -step % 1024 + 16, 1024 + 4 * WARPGROUPS * tokens * 32
+    """For up to `tokens` tokens (8, 16, 32, 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
+    warpgroups, scale = WARPGROUPS[tokens], 4 if scales == 2 else 2
+    step = 64 * outputs(tokens) + 2 * BLOCK_K * tokens + fold * outputs(tokens) * (scale + 2 * minima)
+    stage, rest = step + -step % 1024 + 16, 1024 + 4 * warpgroups * tokens * 32
     stages = min(STAGES[tokens], (SHARED - rest) // stage)
     shared = rest + stages * stage
-    sizes = {"TOKENS": tokens, "WARPGROUPS": WARPGROUPS, "STAGES": stages, "FOLD": fold}
+    sizes = {"TOKENS": tokens, "WARPGROUPS": warpgroups, "STAGES": stages, "FOLD": fold}
     kinds = {"SCALES": scales, "MINIMA": int(minima), "GATE": GATES[gate]}
     return Source("linear_hopper.cu", (*sizes.items(), *kinds.items()), shared, TARGET)
 
 
-def takes(rows: int, weight: Packed) -> bool:
-    """Whether the kernel is for so many rows of x, in bf16."""
-    return LEAST <= rows <= MOST and isinstance(weight, Records) and weight.kind == "int4"
+def takes(rows: int, weight: Packed, least: int) -> bool:
+    """Whether the kernel is for so many rows of x, in bf16; from `least` on."""
+    return least <= rows <= MOST and isinstance(weight, Records) and weight.kind == "int4"
 
 
-def linear(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Packed, *, on: Card, least: int = LEAST) -> torch.Tensor:
     """`x w^T + bias`; x [tokens, k] -> [tokens, n]."""
-    if not takes(x.shape[0], weight):
+    if not takes(x.shape[0], weight, least):
         return linear_run.run(x, weight, on=on)
     return product(x, weight)
 
 
-def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
+def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card, least: int = LEAST) -> torch.Tensor:
     """The contract of `ops.blocks.gated_linear`."""
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
-    if takes(x.shape[0], weight):
+    if takes(x.shape[0], weight, least):
         return product(x, weight, gate=kind)
     if linear_gated.takes(x.shape[0], x.dtype, weight):
         return linear_gated.fused(x, weight, kind, on=on)
@@ -83,15 +91,15 @@ def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
         launch.load(made, "linear", ARGS)
         return y
     records, units = it.q.shape[:2]
-    tiles = -(-records // (2 * WARPGROUPS))
+    tiles = -(-records * BLOCK_N // outputs(tokens))
     programs = min(card(x.device).sms, tiles * units)  # of the card that is there: they wait for one another
-    partial = MEMORY.get(x.device, "partial", programs * 2 * OUTPUTS * tokens, torch.float32)
-    arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS, torch.int32)
+    partial = MEMORY.get(x.device, "partial", programs * 2 * outputs(tokens) * tokens, torch.float32)
+    arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS[tokens], torch.int32)
     tensors = (it.q, it.s, it.m, weight.bias, y, partial, arrived)
     sizes = (rows, weight.n, units, records, tiles, it.s_group, it.group_units, 0)
     launch.load(made, "linear", ARGS).launch(
         (programs, 1, 1),
-        THREADS,
+        threads(tokens),
         *_map_of(x.data_ptr(), rows, weight.k, tokens),
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         *sizes,

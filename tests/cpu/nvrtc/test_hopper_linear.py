@@ -67,6 +67,10 @@ class Case:
 
 CASES = (
     Case(1, 64, 128, 128),
+    Case(8, 700, 1160, 128, bias=True),
+    Case(3, 1024, 648, 32, minima=8, gate="silu"),
+    Case(16, 1100, 904, 64, torch.float16),
+    Case(12, 384, 776, 128, gate="gelu_tanh"),
     Case(17, 257, 648, 32, torch.float16, minima=8),
     Case(20, 200, 336, 16, minima=300, bias=True),
     Case(31, 40, 1288, 0, torch.float16),
@@ -76,7 +80,7 @@ CASES = (
     Case(32, 384, 776, 32, minima=8, gate="gelu_tanh"),
     Case(33, 640, 648, 128, bias=True, gate="silu"),
 )
-LONG = CASES[5]  # two tiles of 10 steps, the second of a few outputs: 7 blocks have three or four of a tile
+LONG = CASES[9]  # two tiles of 10 steps, the second of a few outputs: 7 blocks have three or four of a tile
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -98,13 +102,16 @@ def test_a_map_that_has_more_columns_than_x_is_noticed(monkeypatch):
         LONG.check(emulated(x, weight, 1))
 
 
+PLACE = "        const unsigned char* place = ring.base + same(ring.stage * STAGE);\n"
+WAIT = "        wait(&ring.full[ring.stage], ring.parity);\n" + PLACE
+LEAVE = "        if (lane == 0) arrive(&ring.empty[ring.stage]);  // all"
 # What is left out: by how many blocks, the kernel's text, what stands for it, and what comes of it.
 MISSED = {
     "waiting before operands change": (1, "wait_groups<1>();  // of", "// of", "wrong"),
     "waiting before sums are read": (1, "    wait_groups<0>();\n", "", "products were on their way"),
     "a fence": (1, "            products_may_start();\n", "", "no fence"),
     "a group's end": (1, "            end_group();\n", "", "products were on their way"),
-    "waiting for copies": (3, "        wait(&ring.full[ring.stage], ring.parity);\n", "", "wrong"),
+    "waiting for copies": (3, WAIT + "        const u32 x = ", PLACE + "        const u32 x = ", "wrong"),
     "waiting for room": (1, "            wait(&ring.empty[ring.stage], ring.parity ^ 1);\n", "", "more arrivals"),
     "an arrival": (1, "t == 1 && step > 0 && lane == 0", "t == 2 && lane == 0", "wait for each other"),
     "products that still read x": (1, "t == 1 && step > 0", "t == 0 && step > 0", "wrong"),
@@ -122,11 +129,29 @@ MISSED = {
 }
 
 
+FEW = CASES[1]
+MISSED_OF_FEW = {
+    "waiting for copies": (3, WAIT + "        u32 x", PLACE + "        u32 x", "wrong"),
+    "leaving a step": (1, LEAVE, "  // all", "wait for each other"),
+    "chunks in their order": (1, "(chunk ^ lane % 8)", "chunk", "wrong"),
+    "sums of 0": (1, "sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.f;", ";", "wrong"),
+}
+
+
+@pytest.mark.parametrize("missed", MISSED_OF_FEW)
+def test_what_is_left_out_of_few_tokens_is_missed(missed: str, monkeypatch):
+    left_out(FEW, MISSED_OF_FEW[missed], monkeypatch)
+
+
 @pytest.mark.parametrize("missed", MISSED)
 def test_what_is_left_out_is_missed(missed: str, monkeypatch):
+    left_out(LONG, MISSED[missed], monkeypatch)
+
+
+def left_out(case: Case, what: tuple[int, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """For one of some orders at least."""
-    blocks, old, new, expected = MISSED[missed]
-    x, weight, found = LONG.x(), LONG.weight(), []
+    blocks, old, new, expected = what
+    x, weight, found = case.x(), case.weight(), []
     right = Emulated(monkeypatch)(x, weight, blocks)
     for seed in range(1, 7):
         try:
@@ -134,4 +159,4 @@ def test_what_is_left_out_is_missed(missed: str, monkeypatch):
             found.append("right" if torch.equal(y, right) else "wrong")
         except Fault as fault:
             found.append(str(fault))
-    assert any(expected in what for what in found), found
+    assert any(expected in said for said in found), found

@@ -93,6 +93,21 @@ __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
+// Four 8 x 8 matrices of halves, of which lane i has the address of row i % 8 of the i / 8-th: a lane gets elements 2 *
+// (lane % 4) and the next of row lane / 4 of each.
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row)) : "memory");
+}
+
+// sums += a b: 16 rows of `a`, 16 k's, 8 columns of `b`, a warp's.
+__device__ __forceinline__ void add_product(float* sums, const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // What registers hold is what products that are started next read.
 __device__ __forceinline__ void products_may_start() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Products started since the last call are one group.

@@ -149,6 +149,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4][4], uint4 words, const unsigne
 
 typedef float Sums[2][TOKENS / 2];
 
+#if TOKENS > 16
 // Adds steps of one tile to nothing.
 __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
@@ -179,6 +180,45 @@ __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, i
     wait_groups<0>();
     if (lane == 0) arrive(&ring.empty[before]);
 }
+#else
+// The same of few tokens, by products of a warp's own, whose operands are all in registers: it waits for copies alone, and
+// takes as long as widening does.
+__device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < TOKENS; i++) sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.f;
+    for (int step = 0; step < steps; step++) {
+        wait(&ring.full[ring.stage], ring.parity);
+        const unsigned char* place = ring.base + same(ring.stage * STAGE);
+        u32 x[TOKENS / 8][4][4];  // of 8 tokens, of 32 k's
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; i++) {
+            const int token = i / 4 * 8 + lane % 8, chunk = i % 2 * 4 + lane / 8;
+            const unsigned char* half = place + X_AT + i % 4 / 2 * HALF_X;
+            load_matrices(x[i / 4][i % 4], half + token * 128 + (chunk ^ lane % 8) * 16);
+        }
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            const int tile = 2 * warpgroup + t;
+            const uint4* words = reinterpret_cast<const uint4*>(place + tile * 4096) + warp * 64 + lane;
+            const uint4 both[2] = {words[0], words[32]};
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 a[4][4];
+                widen(a, both[half], place, half, tile, row);
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; i++) {
+                    const int j = i % 4, eight = i / 4;
+                    const u32(&b)[4] = x[eight][half * 2 + j / 2];
+                    add_product(sums[t] + eight * 4, a[j], b[j % 2 * 2], b[j % 2 * 2 + 1]);
+                }
+            }
+        }
+        if (lane == 0) arrive(&ring.empty[ring.stage]);  // all lanes have read: products are the warp's
+        ring.next();
+    }
+}
+#endif
 
 __device__ __forceinline__ float activated(float gate) {
     // tanh(z) = 2 sigmoid(2 z) - 1
@@ -250,7 +290,7 @@ __device__ __forceinline__ void await(u32* arrived, u32 count) {
 __device__ __forceinline__ void add_other(const Args& p, Sums& sums, u32* arrived) {
     await(arrived, 1);
     const float4* from = left_at(p, blockIdx.x + 1, true);
-    constexpr int AT_ONCE = 8;  // as many as registers hold
+    constexpr int AT_ONCE = QUADS < 8 ? QUADS : 8;  // as many as registers hold
 #pragma unroll
     for (int begin = 0; begin < QUADS; begin += AT_ONCE) {
         float4 other[AT_ONCE];
@@ -334,11 +374,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) linear(const __
     let_next_start();
     const i64 begin = share_begin(p, blockIdx.x), end = share_begin(p, blockIdx.x + 1);
     if (threadIdx.x >= CONSUMERS) {
-        give_registers<24>();
+        if (TOKENS > 16) give_registers<24>();
         const int warpgroup = same((threadIdx.x - CONSUMERS) / 32);
         if (warpgroup < WARPGROUPS) produce(p, ring, begin, end, warpgroup);
     } else {
-        take_registers<232>();
+        if (TOKENS > 16) take_registers<232>();
         wait_turn();
         multiply(p, ring, begin, end, base + Y_AT);
     }

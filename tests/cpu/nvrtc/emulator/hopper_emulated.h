@@ -187,6 +187,30 @@ inline void give_registers() {}
 template <int REGISTERS>
 inline void take_registers() {}
 
+inline void load_matrices(u32 (&to)[4], const void* row) {
+    emulator::rest();
+    if (shared_address(row) % 16) emulator::fail("a matrix's row not at whole 16 bytes");
+    auto& warp = emulator::exchange(&row);
+    const int lane = emulator::current->number % 32;
+    for (int i = 0; i < 4; i++)
+        memcpy(&to[i], *(const unsigned char* const*)warp.items[i * 8 + lane / 4] + lane % 4 * 4, 4);
+    emulator::warp_barrier();
+}
+inline void add_product(float* sums, const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    auto& warp = emulator::exchange(mine);
+    const int lane = emulator::current->number % 32;
+    auto value = [&](int owner, int word, int k) {
+        return emulator::wide_bf16((u16)(((const u32*)warp.items[owner])[word] >> 16 * (k % 2)));
+    };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++)
+            sums[i] += value(row * 4 + k % 8 / 2, i / 2 + k / 8 * 2, k) * value(column * 4 + k % 8 / 2, 4 + k / 8, k);
+    }
+    emulator::warp_barrier();
+}
+
 inline void products_may_start() {
     emulator::rest();
     emulator::products[&emulator::current_warp()].fenced[emulator::current->number % 32] = true;
