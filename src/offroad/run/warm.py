@@ -192,13 +192,13 @@ def gather(parts: Parts) -> Launches:
 
 
 def _draw(plain: Plain, vocab: int) -> None:
-    from offroad.triton_kernels.dependent import MOST
+    from offroad.triton_kernels.dependent import most
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     wide, whole = torch.float64, torch.int64
-    for rows in (1, 2, MOST + 1):
+    for rows in (1, 2, most() + 1):
         numbers = [empty(rows, dtype=dtype) for dtype in (wide, wide, wide, whole, whole, whole)]
         plain(empty(rows, vocab, dtype=torch.float32), Filters(*numbers))
 

@@ -30,6 +30,11 @@ def allow(tokens: int) -> None:
     _most[0] = max(_most[0], tokens)
 
 
+def most() -> int:
+    """Tokens of the largest step whose kernels start early."""
+    return _most[0]
+
+
 @triton.jit
 def take_turn(PDL: tl.constexpr):
     """Lets the kernel after this one start, and waits for the one before: of kernels that are short."""
@@ -54,4 +59,4 @@ def _supported() -> bool:
 
 def launching(tokens: int) -> dict[str, Any]:
     """Keyword arguments of a launch of a kernel that calls `take_turn`, in a step of `tokens`."""
-    return {"PDL": True, "launch_pdl": True} if tokens <= _most[0] and _supported() else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if tokens <= most() and _supported() else {"PDL": False}

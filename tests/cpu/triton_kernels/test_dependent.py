@@ -42,7 +42,13 @@ def test_kernels_that_fill_the_gpu_for_long_do_not_let_others_crowd_it():
 
 def test_a_launch_that_may_start_early_says_so_to_kernel_and_driver(monkeypatch):
     monkeypatch.setattr(dependent, "_supported", lambda: True)
-    assert dependent.launching(dependent.MOST) == {"PDL": True, "launch_pdl": True}
-    assert dependent.launching(dependent.MOST + 1) == {"PDL": False}
+    monkeypatch.setattr(dependent, "_most", [dependent.MOST])
+    for most in (dependent.MOST, 64, 64):  # more where a kernel allows it, and never less again
+        dependent.allow(most)
+        assert dependent.most() == most
+        assert dependent.launching(most) == {"PDL": True, "launch_pdl": True}
+        assert dependent.launching(most + 1) == {"PDL": False}
+    dependent.allow(dependent.MOST)
+    assert dependent.most() == 64
     monkeypatch.setattr(dependent, "_supported", lambda: False)
     assert dependent.launching(1) == {"PDL": False}
