@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from offroad.ops.bound import LayerOps
     from offroad.quant.packed import Packed
 
-ARGS = "@16Q7Q8i40x"  # `Args` of the kernel, to its alignment
+ARGS = "@16Q7Q7i44x"  # `Args` of the kernel, to its alignment
 TARGET = "sm_90a"
 LEAST, MOST = 17, 64  # tokens
 # Warpgroups that multiply (one more starts copies) and steps on their way at most, by the tokens of a tile. Blocks take
@@ -96,7 +96,7 @@ def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     partial = MEMORY.get(x.device, "partial", programs * 2 * outputs(tokens) * tokens, torch.float32)
     arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS[tokens], torch.int32)
     tensors = (it.q, it.s, it.m, weight.bias, y, partial, arrived)
-    sizes = (rows, weight.n, units, records, tiles, it.s_group, it.group_units, 0)
+    sizes = (rows, weight.n, units, records, tiles, it.s_group, it.group_units)
     launch.load(made, "linear", ARGS).launch(
         (programs, 1, 1),
         threads(tokens),

@@ -1,6 +1,7 @@
 // y = x W^T for up to TOKENS tokens over weights of 4 bits, in bf16, for Hopper. Records of weights (linear_pack.py) are
 // in the order of the registers of a matrix operand, so they go from memory to shared memory as they are, become bf16 in
-// registers there and are the left operand of products whose right one, x, lies in shared memory.
+// registers there and are the left operand of products whose right one, x, lies in shared memory (of up to 16 tokens it
+// goes to registers from there, and products are a warp's own).
 //
 // A block has a warpgroup that starts copies and WARPGROUPS that multiply, each two tiles of 64 outputs: while products of
 // one tile run, it widens the weights of the other. Blocks have equal shares of the steps of all tiles: a run from
@@ -37,7 +38,6 @@ struct Args {
     int tiles;            // of a block
     int padded;           // n that scales have
     int group_units;      // steps that share a scale, where FOLD is 1
-    int unused;
 };
 
 extern __shared__ __align__(16) unsigned char shared[];
