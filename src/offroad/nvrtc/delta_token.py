@@ -48,10 +48,11 @@ def single(
         *(rows.slot_t, rows.start_t, rows.width_t, rows.offset_t),
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm, out),
     )
-    kernel = launch.load(source(view.lag, spec.gate == "silu"), "token", ARGS)
-    if qkvz.device.type == "meta":  # what steps launch is being collected, to be compiled before there are any
+    made = source(view.lag, spec.gate == "silu")
+    if qkvz.device.type == "meta":
+        launch.rehearse(made, "token", ARGS)
         return
-    kernel.launch(
+    launch.load(made, "token", ARGS).launch(
         (spec.value_heads, rows.verify, 1),
         32 * WARPS,
         *(tensor.data_ptr() for tensor in tensors),

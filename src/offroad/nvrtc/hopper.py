@@ -24,6 +24,7 @@ DIM, TAPS = 128, 4  # of heads, of the convolution
 LEAST_GROUP = 32
 FOR_LINEARS = "17 to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
 FOR_FEW = "up to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
+FOR_GATED = "as Hopper's kernel of linear:gate_up, the activation behind its sums; other tokens by Triton's"
 ASKED = f"has not been timed for up to 16 tokens, nor run on a GPU: --kernel linear@affine4={FEW} asks for it"
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
@@ -146,7 +147,7 @@ def register_gated(registry: Registry) -> None:
             _linear_shared,
             features=frozenset({"bias", "silu", "gelu_tanh"}),
             dtypes=BFLOAT16,
-            reason=FOR_LINEARS,
+            reason=FOR_GATED,
             cost=0.9,
             invariant=False,
             workspace=_sums,

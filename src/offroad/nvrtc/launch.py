@@ -77,6 +77,13 @@ def load(source: Source, name: str, layout: str, shares: bool = True) -> Functio
     return _load(source, name, layout, shares, torch.cuda.current_device())
 
 
+def rehearse(source: Source, name: str, layout: str) -> None:
+    """`load` for a launch on tensors without memory, of which steps' launches are collected before there are any; also
+    on a machine without a GPU, where there is nothing to load."""
+    if torch.cuda.is_available():
+        load(source, name, layout)
+
+
 @cache
 def _load(source: Source, name: str, layout: str, shares: bool, device: int) -> Function:
     from cuda.bindings import driver

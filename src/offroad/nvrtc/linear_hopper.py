@@ -87,8 +87,8 @@ def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     minima = it.m is not None
     assert not minima or it.m.dtype == torch.int16, it.m.dtype
     made = source(tokens, it.fold, SCALES[it.s.dtype], minima, gate)
-    if x.device.type == "meta":  # what steps launch is being collected, to be compiled before there are any
-        launch.load(made, "linear", ARGS)
+    if x.device.type == "meta":
+        launch.rehearse(made, "linear", ARGS)
         return y
     records, units = it.q.shape[:2]
     tiles = -(-records * BLOCK_N // outputs(tokens))

@@ -111,7 +111,10 @@ def verify_shapes(plan: Plan) -> Iterator[Shape]:
 
 
 def chunk_shapes(plan: Plan) -> Iterator[Shape]:
-    """Steps with chunks: alone, each of a token, and behind one or many verify rows of each width."""
+    """Steps with chunks: alone, each of a token, and behind one or many verify rows of each width, in steps
+    whose kernels start early and in others."""
+    from offroad.triton_kernels.dependent import most
+
     for n in counts(max(plan.chunk, plan.max_num_seqs * (plan.k + 1))):
         full, rest = divmod(n, plan.max_len)
         yield Shape((), (plan.max_len,) * full + ((rest,) if rest else ()))
@@ -120,7 +123,7 @@ def chunk_shapes(plan: Plan) -> Iterator[Shape]:
     for width in range(1, plan.k + 2):
         for rows in {1, max(1, plan.max_num_seqs - 1)}:
             yield Shape((width,) * rows, (1,))
-            yield Shape((width,) * rows, (min(16, plan.max_len),))
+            yield Shape((width,) * rows, (min(most(), plan.max_len),))
 
 
 class _Few(list[LayerOps]):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from offroad.device.profile import DeviceProfile, load_profile
+from offroad.engine import make_plan
 from offroad.nvrtc import hopper
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
+from offroad.settings import Settings
+from offroad.weights.locate import open_path
 
+CONFIG = Path(__file__).parents[3] / "benchmarks" / "configs" / "qwen3.5-27b.json"
 H200 = load_profile("h200-141gb")
 GATED = (("linear:gate_up", hopper.LINEAR), ("gated_activation", "triton.gated_activation"))
 
@@ -91,3 +96,21 @@ def test_the_one_for_few_tokens_is_asked_for_by_name():
     assert hopper.FEW in registry.asked(hopper.FEW)
     assert not registry.asked(hopper.LINEAR)
     assert not registry.invariant(hopper.LINEAR), "sums of a row depend on the number of rows"
+
+
+@pytest.mark.parametrize("asked", [(), (f"linear@affine4={hopper.FEW}",)])
+def test_a_plan_has_them_for_what_is_stored_in_4_bits(asked: tuple[str, ...]):
+    settings = Settings.of(model="qwen3.5-27b", device="h200-141gb", kernel=asked)
+    made = make_plan(settings, open_path(CONFIG))
+    linears = {cell.op.removeprefix("linear:"): choice.kernel for cell, choice in made.cells.items()}
+    packed = {"gate_up", "down", "qkvz", "qkv", "o"}
+    assert {linears[name] for name in packed} == {hopper.FEW if asked else hopper.LINEAR}
+    assert {linears[name] for name in ("head", "ba")}.isdisjoint({hopper.FEW, hopper.LINEAR})
+    assert linears["gated_linear"] == hopper.GATED
+    assert linears["gated_delta"] == hopper.DELTA
+
+
+def test_a_plan_that_keeps_rows_apart_has_none():
+    settings = Settings.of(model="qwen3.5-27b", device="h200-141gb", batch_invariant=True)
+    made = make_plan(settings, open_path(CONFIG))
+    assert not any(choice.kernel.startswith("hopper.") for choice in made.cells.values())

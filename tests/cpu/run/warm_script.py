@@ -39,11 +39,13 @@ DENSE = dict(intermediate_size=384)
 QWEN3 = ("qwen3-8b", SMALL | DENSE | dict(num_hidden_layers=2))
 HYBRID = SMALL | DENSE | QWEN | dict(num_hidden_layers=4, mtp_num_hidden_layers=0)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
+TRITON = dict(kernel=("linear@affine4=triton.linear_w4",))
 CASES: dict[str, tuple[str, dict, str, dict]] = {
     "qwen3 invariant": (*QWEN3, "w4a16-g128", dict(batch_invariant=True)),
     "qwen3 drafts": (*QWEN3, "fp8-block", dict(speculative_config=NGRAM)),
     "qwen3 w8a8": (*QWEN3, "fp8-block", dict(kernel=("linear@fp8=triton.linear_w8a8",))),
-    "qwen3.5": ("qwen3.5-27b", HYBRID, "w4a16-g128", {}),
+    "qwen3.5": ("qwen3.5-27b", HYBRID, "w4a16-g128", TRITON),
+    "qwen3.5 hopper": ("qwen3.5-27b", HYBRID, "w4a16-g128", {}),
     "moe": (
         "qwen3.5-35b-a3b",
         SMALL
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[str, dict, str, dict]] = {
         | dict(num_hidden_layers=4, mtp_num_hidden_layers=0, num_experts=8, num_experts_per_tok=2)
         | dict(moe_intermediate_size=64, shared_expert_intermediate_size=64),
         "w4a16-g32",
-        {},
+        TRITON,
     ),
     "gemma e": (
         "gemma-4-e4b",
@@ -60,7 +62,7 @@ CASES: dict[str, tuple[str, dict, str, dict]] = {
         | dict(num_hidden_layers=12, num_kv_shared_layers=6, hidden_size_per_layer_input=32)
         | dict(vocab_size_per_layer_input=384, global_head_dim=64, sliding_window=96),
         "w4a16-g32",
-        dict(kv_cache_dtype="fp8_e5m2"),
+        TRITON | dict(kv_cache_dtype="fp8_e5m2"),
     ),
 }  # fmt: skip
 
