@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from offroad.engine import attach, make_plan
+from offroad.nvrtc.hopper import LINEAR
 from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry, packers
@@ -152,7 +153,9 @@ def shared_memory(plan: Plan) -> tuple[int, int, int, int]:
     """(bytes that were asked for at once, planned, the largest piece of a dequantised weight, the least planned)."""
     most = dense_bytes(plan.device.memory)
     packed = [
-        choice.problem for choice in plan.cells.values() if choice.kernel in ("triton.linear_w4", "triton.linear_w8")
+        choice.problem
+        for choice in plan.cells.values()
+        if choice.kernel in ("triton.linear_w4", "triton.linear_w8", LINEAR)
     ]
     pieces = [
         2 * problem.size("k") * dense_outputs(problem.size("n"), problem.size("k"), 2, most) for problem in packed
