@@ -8,14 +8,13 @@ import torch
 from offroad.models.spec import GatedDeltaSpec
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
+from offroad.nvrtc.hopper import DIM
 from offroad.nvrtc.linear_hopper import TARGET
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels.dependent import launching
 
 ARGS = "@17Q5q3if"  # `Args` of the kernel
-DIM = 128  # of keys and of values
-KERNEL = 4  # of the convolution
 WARPS = 8
 
 

@@ -12,7 +12,6 @@ import torch
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.hopper import SHARED
-from offroad.ops import blocks
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
@@ -73,9 +72,7 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card, least: int = LEA
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
     if takes(x.shape[0], weight, least):
         return product(x, weight, gate=kind)
-    if linear_gated.takes(x.shape[0], x.dtype, weight):
-        return linear_gated.fused(x, weight, kind, on=on)
-    return blocks.gated_linear(x, layer)
+    return linear_gated.gated_linear(x, layer, on=on)
 
 
 def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
