@@ -305,8 +305,9 @@ __device__ __forceinline__ void add_other(const Args& p, Sums& sums, u32* arrive
     if (threadIdx.x % 32 == 0) *arrived = 0;  // ready for the next launch
 }
 
+// What three blocks and more have left.
 __device__ __forceinline__ float4 all_of(const Args& p, i64 first, int count, int q) {
-    float4 sum = __ldcg(left_at(p, first, count == 1) + q * CONSUMERS);
+    float4 sum = __ldcg(left_at(p, first, false) + q * CONSUMERS);
 #pragma unroll 6
     for (int block = 1; block < count; block++) {
         const float4 other = __ldcg(left_at(p, first + block, block == count - 1) + q * CONSUMERS);
