@@ -3,9 +3,10 @@
     PYTHONPATH=src compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/hopper_race.py
     PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
 
-Linears of 1 to 64 tokens whose blocks share tiles, by two and by many, with groups, zero points and gates; Gated
-DeltaNet of rows of one token until records are folded. Run it once without the tool, so that kernels are compiled
-before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses beside it. Arguments
+Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, with groups, zero points and
+gates; Gated DeltaNet of rows of one token until records are folded. Run it once without the tool, so that kernels are
+compiled before; memcheck also wants `--report-api-errors no` (cuda-bindings asks the driver for functions that it may
+lack). Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses beside it. Arguments
 name kernels: linear, delta.
 """
 
@@ -26,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_hopper import product  # noqa: E402
+from offroad.nvrtc.linear_w4 import product  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 
 BEGAN = time.perf_counter()

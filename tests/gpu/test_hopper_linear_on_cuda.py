@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_hopper import LEAST, MOST, product  # noqa: E402
+from offroad.nvrtc.linear_w4 import MOST, product  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
@@ -48,7 +48,7 @@ def checked(x: torch.Tensor, weight: Packed, mine: Packed) -> None:
 
 @pytest.mark.parametrize("sym", [True, False])
 @pytest.mark.parametrize("group", [32, 64, 128, 256, 0])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (1090, 2048), (200, 2016), (5120, 640)])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (1090, 2048), (200, 2016), (5120, 640), (70_000, 256)])
 def test_odd_shapes(n: int, k: int, group: int, sym: bool):
     """A bias and another order of columns too."""
     if group and k % group:
@@ -56,7 +56,7 @@ def test_odd_shapes(n: int, k: int, group: int, sym: bool):
     weight = replace(weight_of(n, k, group, sym), bias=torch.randn(n, device=DEVICE).bfloat16())
     weight = replace(weight, perm=torch.randperm(k, device=DEVICE))
     mine = pack(weight)
-    for rows in (LEAST, 3, 16, 17, 32, 33, 50, MOST):
+    for rows in (1, 3, 8, 9, 16, 17, 32, 33, 50, MOST):
         checked(x_of(rows, k), replace(weight, bias=weight.bias.float()), mine)
 
 
@@ -69,7 +69,8 @@ def test_scales(dtype: torch.dtype):
     weight = replace(weight, tensors=weight.tensors | {"s": s, "m": -8 * s})
     mine = pack(weight)
     assert mine.tensors["s"].dtype == dtype
-    checked(x_of(40, 1024), weight, mine)
+    for rows in (7, 40):
+        checked(x_of(rows, 1024), weight, mine)
 
 
 @pytest.mark.parametrize(("group", "sym"), [(128, True), (32, True), (128, False), (32, False)])
@@ -77,7 +78,7 @@ def test_scales(dtype: torch.dtype):
 def test_real_shapes(n: int, k: int, group: int, sym: bool):
     weight = weight_of(n, k, group, sym)
     mine = pack(weight)
-    for rows in (LEAST, 8, 16, 32, MOST):
+    for rows in (1, 8, 16, 32, MOST):
         checked(x_of(rows, k), weight, mine)
 
 
@@ -86,7 +87,7 @@ def test_real_shapes(n: int, k: int, group: int, sym: bool):
 def test_gates(size: int, k: int, kind: str):
     weight = replace(weight_of(2 * size, k, 128, True), bias=torch.randn(2 * size, device=DEVICE).bfloat16())
     mine = pack(weight)
-    for rows in (LEAST, 16, 17, 33, MOST):
+    for rows in (1, 8, 16, 17, 33, MOST):
         x = x_of(rows, k)
         found = product(x, mine, gate=kind)
         both = linear(x.float(), replace(weight, bias=weight.bias.float())).bfloat16().float()
@@ -96,10 +97,11 @@ def test_gates(size: int, k: int, kind: str):
         assert torch.equal(found, product(x, mine, gate=kind))
 
 
-def test_in_a_graph_of_many():
+@pytest.mark.parametrize("rows", [5, 48])
+def test_in_a_graph_of_many(rows: int):
     """A thousand launches one after the other leave the same numbers and the counters at 0."""
     weight = weight_of(5120, 2048, 128, True)
-    mine, x = pack(weight), x_of(48, 2048)
+    mine, x = pack(weight), x_of(rows, 2048)
     expected = product(x, mine)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -9,7 +9,7 @@ from offroad.models.spec import GatedDeltaSpec
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.hopper import DIM
-from offroad.nvrtc.linear_hopper import TARGET
+from offroad.nvrtc.linear_args import TARGET
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels.dependent import launching

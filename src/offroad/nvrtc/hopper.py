@@ -4,7 +4,6 @@ cell's kernel is both; Triton and NVRTC are imported by `bind`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from offroad.device.profile import DeviceProfile
@@ -17,15 +16,12 @@ from offroad.triton_kernels.linear_pack import BLOCK_N, W4
 from offroad.triton_kernels.memory import split_bytes
 
 LINEAR, GATED, DELTA = "hopper.linear_w4", "hopper.gated_linear", "hopper.gated_delta"
-FEW = "hopper.linear_w4_few"
 HOPPER = (9, 0)
 SHARED = 232_448  # bytes of a block of the linears, at most
 DIM, TAPS = 128, 4  # of heads, of the convolution
 LEAST_GROUP = 32
-FOR_LINEARS = "17 to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
-FOR_FEW = "up to 64 tokens by a CUDA C++ kernel for Hopper whose warps have tasks apart, others by Triton's"
-FOR_GATED = "as Hopper's kernel of linear:gate_up, the activation behind its sums; other tokens by Triton's"
-ASKED = f"has not been timed for up to 16 tokens, nor run on a GPU: --kernel linear@affine4={FEW} asks for it"
+FOR_LINEARS = "up to 64 tokens by CUDA C++ kernels for Hopper whose warps have tasks apart, others by Triton's"
+FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
 
@@ -51,10 +47,9 @@ def _linear_limits(device: DeviceProfile, problem: Problem) -> str | None:
 
 
 def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    for part, kernels in (("linear:gate_up", (LINEAR, FEW)), ("gated_activation", ("triton.gated_activation",))):
-        if (found := dict(problem.parts).get(part, "")) not in kernels:
-            accepted = f"{LINEAR} (or {FEW}) and triton.gated_activation"
-            return f"does what {accepted} do; the plan has {found or 'no kernel'} for {part}"
+    for part, kernel in (("linear:gate_up", LINEAR), ("gated_activation", "triton.gated_activation")):
+        if (found := dict(problem.parts).get(part)) != kernel:
+            return f"does what {LINEAR} and triton.gated_activation do; the plan has {found or 'no kernel'} for {part}"
     size = problem.size("n") // 2
     return f"needs a multiple of {BLOCK_N} outputs of gate and up each, not {size:,}" if size % BLOCK_N else None
 
@@ -68,15 +63,13 @@ def _delta_limits(device: DeviceProfile, problem: Problem) -> str | None:
     return None if dims == (DIM, DIM, TAPS) else f"needs heads of 128 by 128 and a convolution of 4, not {dims}"
 
 
-def _bind_linear(device: DeviceProfile, problem: Problem, few: bool = False) -> Bound:
-    from offroad.nvrtc import linear_hopper
+def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.nvrtc import linear_w4
     from offroad.triton_kernels import dependent
     from offroad.triton_kernels.linear_run import card_of
 
-    dependent.allow(linear_hopper.MOST)
-    few = few or dict(problem.parts).get("linear:gate_up") == FEW
-    least = 1 if few else linear_hopper.LEAST
-    return partial(getattr(linear_hopper, problem.op), on=card_of(device), least=least)
+    dependent.allow(linear_w4.MOST)
+    return partial(getattr(linear_w4, problem.op), on=card_of(device))
 
 
 def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
@@ -131,8 +124,7 @@ def register(registry: Registry) -> None:
         cost=0.9,
         temporary=delta.chunk_bytes,
     )
-    few = replace(linear, name=FEW, bind=partial(_bind_linear, few=True), reason=FOR_FEW, asked=ASKED)
-    for kernel in (linear, few, rule):
+    for kernel in (linear, rule):
         registry.add(kernel)
 
 

@@ -1,4 +1,4 @@
-"""kernels/linear_hopper.cu on the CPU: compiled as C++ against emulator/, all blocks of a grid at once."""
+"""Hopper's linears on the CPU: compiled as C++ against emulator/, all blocks of a grid at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from sm70_emulated import built
 
-from offroad.nvrtc import launch, linear_hopper
+from offroad.nvrtc import launch, linear_few, linear_hopper, linear_w4
 from offroad.nvrtc.compile import FOLDER, Source
 from offroad.triton_kernels.linear_pack import Records
 from offroad.triton_kernels.linear_run import Card
@@ -48,7 +48,7 @@ class Fault(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """As `offroad.nvrtc.launch.Function`, for this kernel's arguments, of which the first is a map of x by `map_of`.
+    """As `offroad.nvrtc.launch.Function`, for a linear's arguments, of which the first is a map of x by `map_of`.
 
     `seed`: the order of warps, copies and products. `readable`: tensors that copies may read. `changes`: parts of the
     kernel's text and what stands for them, to see that it is missed.
@@ -65,19 +65,18 @@ class Function:
         NaN until then. Raises Fault."""
         library = _library(self.source, self.changes)
         assert self.layout.size == library.size_of_args(), (self.layout.size, library.size_of_args())
-        x, _, rows, pitch = values[:4]
-        y, partial, arrived, _, n, _, _, tiles = values[20:28]
-        sizes = dict(self.source.defines)
-        warps, size = 4 * sizes["WARPGROUPS"], rows * n * 2 // (2 if sizes["GATE"] else 1)
+        (x, _, rows, pitch), y, rest = values[:4], values[20], values[21:]
+        few = self.source.file == "linear_few.cu"
+        n = rest[1] if few else rest[3]
+        size = rows * n * 2 // (2 if dict(self.source.defines)["GATE"] else 1)
         fresh = ctypes.string_at(x, rows * pitch)
         ctypes.memset(x, 0xFF, rows * pitch)
         room = ctypes.create_string_buffer(NAN * (GUARD + size + GUARD))
-        ends = {
-            x: fresh,
-            ctypes.addressof(room) + GUARD: NAN * size,
-            partial: NAN * (grid[0] * 2 * warps * 32 * sizes["TOKENS"] * 4),
-            arrived: ctypes.string_at(arrived, tiles * warps * 4),
-        }
+        ends = {x: fresh}
+        if few:  # may be the second launch for one y
+            ends[ctypes.addressof(room) + GUARD] = ctypes.string_at(y, size) if rest[3] else NAN * size
+        else:
+            ends |= {ctypes.addressof(room) + GUARD: NAN * size} | self._shared_by_blocks(grid[0], rest)
         kept = {to: ctypes.create_string_buffer(data, len(data)) for to, data in ends.items()}
         before = [number for to, data in kept.items() for number in (to, ctypes.addressof(data), len(data))]
         ranges = [number for tensor in self.readable for number in (tensor.data_ptr(), tensor.nbytes)]
@@ -92,6 +91,14 @@ class Function:
             raise Fault("a number written outside of y")
         ctypes.memmove(y, written[GUARD : GUARD + size], size)
 
+    def _shared_by_blocks(self, blocks: int, rest: tuple[int, ...]) -> dict[int, bytes]:
+        partial, arrived, tiles, sizes = rest[0], rest[1], rest[6], dict(self.source.defines)
+        warps = 4 * sizes["WARPGROUPS"]
+        return {
+            partial: NAN * (blocks * 2 * warps * 32 * sizes["TOKENS"] * 4),
+            arrived: ctypes.string_at(arrived, tiles * warps * 4),
+        }
+
 
 def _words(numbers: list[int]) -> ctypes.Array:
     return (ctypes.c_uint64 * (len(numbers) + 3))(*numbers, 0, 0, 0)
@@ -103,23 +110,25 @@ def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
 
 
 class Emulated:
-    """`linear_hopper.product` on the CPU, with counters of its own."""
+    """`linear_w4.product` on the CPU, with counters of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch, self.memory = monkeypatch, Memory()
         monkeypatch.setattr(linear_hopper, "MEMORY", self.memory)
-        monkeypatch.setattr(linear_hopper, "_map_of", map_of)
+        for module in (linear_few, linear_hopper):
+            monkeypatch.setattr(module, "map_of", map_of)
 
     def __call__(
         self, x: torch.Tensor, weight: Records, blocks: int, gate: str = "", seed: int = 0, changes: Changes = ()
     ) -> torch.Tensor:
-        """By so many blocks. Raises Fault."""
+        """By so many blocks at once. Raises Fault."""
         readable = tuple(weight.tensors.values())
         self.monkeypatch.setattr(
             launch, "load", lambda source, _, layout: Function(struct.Struct(layout), source, readable, seed, changes)
         )
-        self.monkeypatch.setattr(linear_hopper, "card", lambda _: Card(blocks, wgmma=True))
-        y = linear_hopper.product(x, weight, gate)
+        for module in (linear_few, linear_hopper):
+            self.monkeypatch.setattr(module, "card", lambda _: Card(blocks, wgmma=True))
+        y = linear_w4.product(x, weight, gate)
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y

@@ -17,8 +17,10 @@ from offroad.nvrtc.report import tensor_instructions
 
 pytest.importorskip("triton")  # has the disassembler; linears read the records of its kernels
 
-from offroad.nvrtc import delta_token, linear_hopper  # noqa: E402
-from offroad.nvrtc.linear_hopper import GATES, STAGES, TARGET, WARPGROUPS, threads  # noqa: E402
+from offroad.nvrtc import delta_token, linear_few, linear_hopper  # noqa: E402
+from offroad.nvrtc.linear_args import GATES, TARGET  # noqa: E402
+from offroad.nvrtc.linear_few import Kind  # noqa: E402
+from offroad.nvrtc.linear_hopper import STAGES, WARPGROUPS, threads  # noqa: E402
 
 needs_nvrtc = pytest.mark.skipif(
     compile.toolchain() is None or not compile.supports(TARGET), reason="no NVRTC: pip install 'offroad[sm70]'"
@@ -34,21 +36,60 @@ def image_of(source: Source, kernel: str) -> tuple[Resources, int]:
     return image.resources()[0], tensor_instructions(image.code)[kernel]
 
 
+def registers_moved(file: str) -> tuple[int, int]:
+    """What a thread that starts copies keeps, and what one that multiplies has."""
+    text = (FOLDER / "kernels" / file).read_text()
+    give, take = (int(re.search(rf"{which}_registers<(\d+)>", text)[1]) for which in ("give", "take"))
+    return give, take
+
+
+# Tokens, strips of a block, and how weights are stored: as of Qwen3.5-27B and Gemma-4-31B on 132 SMs.
+FEW = [(8, 3, Kind()), (8, 8, Kind(4)), (8, 18, Kind(gate="silu")), (8, 22, Kind(4, gate="gelu_tanh"))]
+FEW += [(16, 3, Kind()), (16, 18, Kind(gate="silu")), (8, 8, Kind(minima=True)), (16, 20, Kind(minima=True))]
+FEW_MORE = [
+    (tokens, strips, Kind(fold, scales, minima, gate))
+    for tokens, strips, fold, scales, minima, gate in product(
+        (8, 16), (1, 5, 20, 32), (1, 2, 4), range(3), MINIMA, GATES
+    )
+    if not (tokens == 16 and minima and fold > 1) and not (gate and strips % 2)
+]
+
+
+@needs_nvrtc
+def test_linears_of_few_tokens_fit_and_do_not_spill(request: pytest.FixtureRequest):
+    give, take = registers_moved("linear_few.cu")
+    for tokens, strips, kind in FEW_MORE if request.config.getoption("--thorough") else FEW:
+        source = linear_few.source(tokens, strips, kind)
+        resources, instructions = image_of(source, "linear")
+        assert (resources.spilled, resources.stack) == (0, 0), source.label
+        assert instructions >= tokens, source.label
+        there = resources.registers * linear_few.THREADS
+        assert there <= 65_536, source.label
+        assert 32 * linear_few.WARPS * take + 256 * give <= there, source.label
+
+
+def test_linears_of_few_tokens_have_slots_for_every_warp():
+    for tokens, strips, kind in FEW_MORE:
+        source = linear_few.source(tokens, strips, kind)
+        sizes = dict(source.defines)
+        assert SHARED // 2 < source.shared <= SHARED, source.label
+        assert sizes["SLOTS"] >= max(3, linear_few.WARPS // sizes["GROUPS"]), source.label
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("tokens", STAGES)
 def test_linears_fit_and_do_not_spill(tokens: int, request: pytest.FixtureRequest):
-    text = (FOLDER / "kernels" / "linear_hopper.cu").read_text()
-    give, take = (int(re.search(rf"{which}_registers<(\d+)>", text)[1]) for which in ("give", "take"))
+    give, take = registers_moved("linear_hopper.cu")
     for kind in KINDS if request.config.getoption("--thorough") else HOT:
         source = linear_hopper.source(tokens, *kind)
         resources, instructions = image_of(source, "linear")
         assert (resources.spilled, resources.stack) == (0, 0), source.label
-        # A step of two tiles, 16 of its 128 k's at a time; of a warp's own products 8 tokens at a time.
-        assert instructions == 16 * (2 if tokens == 16 else 1), source.label
+        # A step of two tiles, 16 of its 128 k's at a time.
+        assert instructions == 16, source.label
         there = resources.registers * threads(tokens)
         assert there <= 65_536, source.label
-        if tokens > 16:  # else those that take registers would wait for ever
-            assert 128 * (give + WARPGROUPS[tokens] * take) <= there, source.label
+        # Else those that take registers would wait for ever.
+        assert 128 * (give + WARPGROUPS[tokens] * take) <= there, source.label
 
 
 @needs_nvrtc

@@ -97,21 +97,18 @@ def test_a_map_that_has_more_columns_than_x_is_noticed(monkeypatch):
     """Codes behind the last column are 0, which is no weight of 0: x is 0 there."""
     emulated, x, weight = Emulated(monkeypatch), LONG.x(), LONG.weight()
     words = map_of(x.data_ptr(), LONG.rows, LONG.k, 64)
-    monkeypatch.setattr(linear_hopper, "_map_of", lambda *_: (words[0], 1280, *words[2:]))
+    monkeypatch.setattr(linear_hopper, "map_of", lambda *_: (words[0], 1280, *words[2:]))
     with pytest.raises(AssertionError, match="not close"):
         LONG.check(emulated(x, weight, 1))
 
 
-PLACE = "        const unsigned char* place = ring.base + same(ring.stage * STAGE);\n"
-WAIT = "        wait(&ring.full[ring.stage], ring.parity);\n" + PLACE
-LEAVE = "        if (lane == 0) arrive(&ring.empty[ring.stage]);  // all"
 # What is left out: by how many blocks, the kernel's text, what stands for it, and what comes of it.
 MISSED = {
     "waiting before operands change": (1, "wait_groups<1>();  // of", "// of", "wrong"),
     "waiting before sums are read": (1, "    wait_groups<0>();\n", "", "products were on their way"),
     "a fence": (1, "            products_may_start();\n", "", "no fence"),
     "a group's end": (1, "            end_group();\n", "", "products were on their way"),
-    "waiting for copies": (3, WAIT + "        const u32 x = ", PLACE + "        const u32 x = ", "wrong"),
+    "waiting for copies": (3, "        wait(&ring.full[ring.stage], ring.parity);\n", "", "wrong"),
     "waiting for room": (1, "            wait(&ring.empty[ring.stage], ring.parity ^ 1);\n", "", "more arrivals"),
     "an arrival": (1, "t == 1 && step > 0 && lane == 0", "t == 2 && lane == 0", "wait for each other"),
     "products that still read x": (1, "t == 1 && step > 0", "t == 0 && step > 0", "wrong"),
@@ -129,12 +126,19 @@ MISSED = {
 }
 
 
-FEW = CASES[1]
+FEW = Case(3, 1500, 1800, 32, minima=8)  # three blocks have 32 strips each, of 15 units in 5 slots
 MISSED_OF_FEW = {
-    "waiting for copies": (3, WAIT + "        u32 x", PLACE + "        u32 x", "wrong"),
-    "leaving a step": (1, LEAVE, "  // all", "wait for each other"),
-    "chunks in their order": (1, "(chunk ^ lane % 8)", "chunk", "wrong"),
-    "sums of 0": (1, "sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.f;", ";", "wrong"),
+    "waiting for copies": (3, "        wait(full + number, parity);\n", "", "more arrivals"),
+    "waiting for room": (3, "            wait(empty + slot, parity);\n", "", "more arrivals"),
+    "leaving a slot": (3, "        if (lane == 0) arrive(empty + number);\n", "", "wait for each other"),
+    "x of the kernel before": (3, "        wait_turn();\n", "", "wrong"),
+    "rows at whole 1,024 bytes": (3, "(1024 - shared_address(shared) % 1024) % 1024", "0", "a box"),
+    "barriers that all know": (3, "    __syncthreads();\n", "", "not been initialised"),
+    "chunks in their order": (3, "(chunk ^ lane % 8)", "chunk", "wrong"),
+    "slots that are free": (3, "    sync_some(1, 32 * WARPS);  // slots are free\n", "", "wrong"),
+    "sums of all warps": (3, "    sync_some(1, 32 * WARPS);\n", "", "wrong"),
+    "zero points": (3, "            if (MINIMA && last) {", "            if (false) {", "wrong"),
+    "the last outputs": (3, " || output >= width(p)", "", "outside of y"),
 }
 
 

@@ -45,9 +45,7 @@ def probed(**tools: str) -> DeviceProfile:
     [
         (hopper.LINEAR, linear()),
         (hopper.LINEAR, linear(stored=("affine4.ct-g32", "affine4.ct-g32"), phase="prefill")),
-        (hopper.FEW, linear()),
         (hopper.GATED, gated()),
-        (hopper.GATED, gated(parts=(("linear:gate_up", hopper.FEW), GATED[1]))),
         (hopper.DELTA, delta()),
         (hopper.DELTA, delta(("sigmoid", "replay"), value_heads=32)),
     ],
@@ -91,21 +89,15 @@ def test_a_machine_without_nvrtc_says_how_to_have_it():
     assert "pip install 'offroad[sm70]'" in verdict.reason
 
 
-def test_the_one_for_few_tokens_is_asked_for_by_name():
-    registry = default_registry()
-    assert hopper.FEW in registry.asked(hopper.FEW)
-    assert not registry.asked(hopper.LINEAR)
-    assert not registry.invariant(hopper.LINEAR), "sums of a row depend on the number of rows"
+def test_sums_of_a_row_depend_on_the_number_of_rows():
+    assert not default_registry().invariant(hopper.LINEAR)
 
 
-@pytest.mark.parametrize("asked", [(), (f"linear@affine4={hopper.FEW}",)])
-def test_a_plan_has_them_for_what_is_stored_in_4_bits(asked: tuple[str, ...]):
-    settings = Settings.of(model="qwen3.5-27b", device="h200-141gb", kernel=asked)
-    made = make_plan(settings, open_path(CONFIG))
+def test_a_plan_has_them_for_what_is_stored_in_4_bits():
+    made = make_plan(Settings.of(model="qwen3.5-27b", device="h200-141gb"), open_path(CONFIG))
     linears = {cell.op.removeprefix("linear:"): choice.kernel for cell, choice in made.cells.items()}
-    packed = {"gate_up", "down", "qkvz", "qkv", "o"}
-    assert {linears[name] for name in packed} == {hopper.FEW if asked else hopper.LINEAR}
-    assert {linears[name] for name in ("head", "ba")}.isdisjoint({hopper.FEW, hopper.LINEAR})
+    assert {linears[name] for name in ("gate_up", "down", "qkvz", "qkv", "o")} == {hopper.LINEAR}
+    assert hopper.LINEAR not in {linears[name] for name in ("head", "ba")}
     assert linears["gated_linear"] == hopper.GATED
     assert linears["gated_delta"] == hopper.DELTA
 

@@ -1,7 +1,6 @@
 // y = x W^T for up to TOKENS tokens over weights of 4 bits, in bf16, for Hopper. Records of weights (linear_pack.py) are
 // in the order of the registers of a matrix operand, so they go from memory to shared memory as they are, become bf16 in
-// registers there and are the left operand of products whose right one, x, lies in shared memory (of up to 16 tokens it
-// goes to registers from there, and products are a warp's own).
+// registers there and are the left operand of products whose right one, x, lies in shared memory.
 //
 // A block has a warpgroup that starts copies and WARPGROUPS that multiply, each two tiles of 64 outputs: while products of
 // one tile run, it widens the weights of the other. Blocks have equal shares of the steps of all tiles: a run from
@@ -12,7 +11,7 @@
 // Specialised by TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16, 2: fp32), MINIMA
 // (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu, gelu_tanh, of
 // a weight whose first half of outputs is the gate's).
-#include "bf16.cuh"
+#include "codes.cuh"
 #include "hopper.cuh"
 
 constexpr int OUTPUTS = 128 * WARPGROUPS, CONSUMERS = 128 * WARPGROUPS, WARPS = CONSUMERS / 32;
@@ -125,9 +124,6 @@ __device__ __forceinline__ u32 offset_pair(const unsigned char* minima, int at) 
     return twice(narrow((float)(reinterpret_cast<const short*>(minima)[at] - 136)));
 }
 
-// Two codes in the mantissa of 128.
-__device__ __forceinline__ u32 masked(u32 codes) { return masked_or(codes, 0x000F000Fu, 0x43004300u); }
-
 // The weights of 64 k's that a lane has of a tile, four registers of a matrix operand for each 16 of them.
 __device__ __forceinline__ void widen(u32 (&a)[4][4], uint4 words, const unsigned char* place, int half, int tile, int row) {
     const u32 all[4] = {words.x, words.y, words.z, words.w};
@@ -149,7 +145,6 @@ __device__ __forceinline__ void widen(u32 (&a)[4][4], uint4 words, const unsigne
 
 typedef float Sums[2][TOKENS / 2];
 
-#if TOKENS > 16
 // Adds steps of one tile to nothing.
 __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
@@ -180,58 +175,6 @@ __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, i
     wait_groups<0>();
     if (lane == 0) arrive(&ring.empty[before]);
 }
-#else
-// The same of few tokens, by products of a warp's own, whose operands are all in registers: it waits for copies alone, and
-// takes as long as widening does.
-__device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
-#pragma unroll
-    for (int i = 0; i < TOKENS; i++) sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.f;
-    for (int step = 0; step < steps; step++) {
-        wait(&ring.full[ring.stage], ring.parity);
-        const unsigned char* place = ring.base + same(ring.stage * STAGE);
-        u32 x[TOKENS / 8][4][4];  // of 8 tokens, of 32 k's
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) {
-            const int token = i / 4 * 8 + lane % 8, chunk = i % 2 * 4 + lane / 8;
-            const unsigned char* half = place + X_AT + i % 4 / 2 * HALF_X;
-            load_matrices(x[i / 4][i % 4], half + token * 128 + (chunk ^ lane % 8) * 16);
-        }
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            const int tile = 2 * warpgroup + t;
-            const uint4* words = reinterpret_cast<const uint4*>(place + tile * 4096) + warp * 64 + lane;
-            const uint4 both[2] = {words[0], words[32]};
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                u32 a[4][4];
-                widen(a, both[half], place, half, tile, row);
-#pragma unroll
-                for (int i = 0; i < TOKENS / 2; i++) {
-                    const int j = i % 4, eight = i / 4;
-                    const u32(&b)[4] = x[eight][half * 2 + j / 2];
-                    add_product(sums[t] + eight * 4, a[j], b[j % 2 * 2], b[j % 2 * 2 + 1]);
-                }
-            }
-        }
-        if (lane == 0) arrive(&ring.empty[ring.stage]);  // all lanes have read: products are the warp's
-        ring.next();
-    }
-}
-#endif
-
-__device__ __forceinline__ float activated(float gate) {
-    // tanh(z) = 2 sigmoid(2 z) - 1
-    const float z = GATE == 1 ? gate : 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-    return gate / (1.f + __expf(-z));
-}
-
-// A number of y of an output, from sums of its product (with GATE of gate and up).
-__device__ __forceinline__ u16 result(const Args& p, float sum, float up, int output) {
-    const u16 y = narrow(p.bias ? sum + wide(p.bias[output]) : sum);
-    if (!GATE) return y;
-    return narrow(activated(wide(y)) * wide(narrow(p.bias ? up + wide(p.bias[p.n / 2 + output]) : up)));
-}
 
 // Stores a warp's results: through shared memory, so that 32 bytes of a token are written at a time.
 __device__ __forceinline__ void finish(const Args& p, const Sums& sums, int tile, int warpgroup, unsigned char* room) {
@@ -243,7 +186,7 @@ __device__ __forceinline__ void finish(const Args& p, const Sums& sums, int tile
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) {
             const int token = i / 4 * 8 + lane % 4 * 2 + i % 2, output = lane / 4 + i / 2 % 2 * 8;
-            turned[token * 16 + output] = first + output < width ? result(p, sums[t][i], sums[1][i], first + output) : 0;
+            turned[token * 16 + output] = first + output < width ? result(p.bias, p.n, sums[t][i], sums[1][i], first + output) : 0;
         }
         __syncwarp();
         for (int i = lane; i < TOKENS * 2; i += 32) {
@@ -331,7 +274,7 @@ __device__ __forceinline__ void share_out(const Args& p, int tile, int warpgroup
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int o = output + i / 2 * 8;
-            if (o < width && token + i % 2 < p.rows) p.y[(i64)(token + i % 2) * width + o] = result(p, each[i], up[i], o);
+            if (o < width && token + i % 2 < p.rows) p.y[(i64)(token + i % 2) * width + o] = result(p.bias, p.n, each[i], up[i], o);
         }
     }
     if (lane == 0 && atomicAdd(arrived, 1u) == 2 * count - 2) *arrived = 0;  // the last to leave, for the next launch
@@ -375,11 +318,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) linear(const __
     let_next_start();
     const i64 begin = share_begin(p, blockIdx.x), end = share_begin(p, blockIdx.x + 1);
     if (threadIdx.x >= CONSUMERS) {
-        if (TOKENS > 16) give_registers<24>();
+        give_registers<24>();
         const int warpgroup = same((threadIdx.x - CONSUMERS) / 32);
         if (warpgroup < WARPGROUPS) produce(p, ring, begin, end, warpgroup);
     } else {
-        if (TOKENS > 16) take_registers<232>();
+        take_registers<232>();
         wait_turn();
         multiply(p, ring, begin, end, base + Y_AT);
     }
