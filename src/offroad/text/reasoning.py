@@ -78,7 +78,7 @@ class ReasoningParser:
         """What was held back."""
         text, self._text = self._text, ""
         if self._state == _THINKING:
-            return Said(reasoning="" if self._blank else self._thought(text.rstrip()))
+            return Said(reasoning=self._thought(text.strip() if self._blank else text.rstrip()))
         return Said(content=text)
 
     def _begin(self) -> bool:
@@ -98,9 +98,11 @@ class ReasoningParser:
         again = (self.thoughts.start,) if self.thoughts.again else ()
         tags = (self.thoughts.end, *self.thoughts.breaks, *again)
         at, tag = _first(text, tags)
-        if tag in again:
-            self._text = text[:at] + text[at + len(tag) :]
-            return "", True
+        if tag in again:  # left out; what is before it makes no tag with what is behind it
+            told = text[:at].rstrip()
+            self._text = text[len(told) : at] + text[at + len(tag) :]
+            self._blank = self._blank and not told
+            return self._thought(told), True
         if at >= 0:
             self._text = text[at + len(tag) :] if tag == self.thoughts.end else text[at:]
             self._state, self._blank = _ANSWER, True
@@ -123,8 +125,8 @@ class ReasoningParser:
         start, end, tags = self.thoughts.start, self.thoughts.end, (self.thoughts.start, self.thoughts.end)
         at, tag = (-1, "") if self._calling else _first(text, (*tags, *self.thoughts.breaks))
         if tag == end:
-            self._text = text[:at] + text[at + len(end) :]
-            return "", True
+            self._text, self._blank = text[at + len(end) :], self._blank and not at
+            return text[:at], True
         if tag == start:
             self._text, self._state, self._joint = text[at + len(start) :], _THINKING, "\n" if self.begun else ""
             self._blank = self.begun = True

@@ -90,6 +90,9 @@ GOLDEN: dict[str, list[Case]] = {
             'b<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f"><think></think>',
         ),  # a value is no place for thoughts
         ("a</think>b <think", True, "a", "b <think"),
+        ("<<think>", True, "<", ""),  # a tag that is left out makes none of what is around it
+        ("<<think>/think>a</think>b", True, "</think>a", "b"),
+        ("a</think><</think>think>b", True, "a", "<think>b"),
     ],
 }
 GOLDEN["deepseek_r1"] = GOLDEN["qwen3"]
