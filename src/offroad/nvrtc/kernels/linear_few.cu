@@ -5,9 +5,9 @@
 // Its first warps multiply, the last ones start copies. A slot of shared memory has one unit of 128 k's: x and the block's
 // strips. GROUPS warps share a unit, each has some of the strips; so many slots are on their way as there is room for,
 // weights before the kernel before this one, which writes x, has ended. A slot is of the same warps always: one that came
-// to it a turn too early would not know that from its parity. Codes become whole numbers in bf16,
-// exactly; sums of each group of k's are multiplied by its scale in fp32. At the end what warps have of different units is
-// added, always in the same order.
+// to it a turn too early would not know that from its parity. Codes become whole numbers in bf16, exactly; sums of each
+// group of k's are multiplied by its scale in fp32. At the end what warps have of different units is added, always in the
+// same order.
 //
 // Specialised by TOKENS (8, 16), STRIPS, GROUPS, SLOTS, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16, 2:
 // fp32), MINIMA (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu,
