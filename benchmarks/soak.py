@@ -166,12 +166,17 @@ class Soak:
         for event in self.engine.step():
             self.take(event)
 
+    def fail(self, what: str) -> None:
+        """Said when it is found too: a run may be cut off before its verdict."""
+        print(f"FAILED {what}", file=sys.stderr, flush=True)
+        self.failures.append(what)
+
     def take(self, event: TokenEvent) -> None:
         name = event.request_id
         if event.error is not None:
-            self.failures.append(f"{name}: {event.error}")
+            self.fail(f"{name}: {event.error}")
         if any(not math.isfinite(entry.logprob) for entry in event.logprobs or ()):
-            self.failures.append(f"{name}: a log-probability that is not finite")
+            self.fail(f"{name}: a log-probability that is not finite")
         if name in self.answers:
             self.answers[name].add(event)
         elif (chat := self.open.get(name)) is not None and event.index == 0:
@@ -196,14 +201,14 @@ class Soak:
             at = next((i for i, (a, b) in enumerate(zip(found.tokens, wanted.tokens, strict=False)) if a != b), None)
             where = f"token {at} of {len(wanted.tokens)}" if at is not None else "log-probabilities alone"
             prompt = len(self.marked[index].prompt_ids)
-            self.failures.append(f"{name} ({prompt} tokens of prompt): not what it is alone, in {where}")
+            self.fail(f"{name} ({prompt} tokens of prompt): not what it is alone, in {where}")
 
     def check(self) -> None:
         self.counts["checks"] += 1
         try:
             self.engine.check()
         except AssertionError as error:
-            self.failures.append(f"Engine.check: {error}")
+            self.fail(f"Engine.check: {error}")
 
     def drain(self) -> None:
         """Ends all, what is marked by itself, and looks for what is still held."""
@@ -226,15 +231,18 @@ class Soak:
             "requests": len(scheduler.requests) + len(self.open),
             "steps in flight": len(self.engine.in_flight),
         }
-        self.failures += [f"left when all had ended: {count} {what}" for what, count in held.items() if count]
+        for what, count in held.items():
+            if count:
+                self.fail(f"left when all had ended: {count} {what}")
 
     def tell(self) -> str:
         s = self.engine.stats()
         return (
-            f"{self.counts['ended']} requests ended, {self.counts['aborted']} aborted, {self.counts['compared']} "
-            f"compared with themselves alone, {s.preemptions} preemptions, {s.prefix_resumed_tokens} tokens resumed, "
-            f"{s.accepted_draft_tokens} of {s.draft_tokens} drafts accepted, {s.generated_tokens} tokens in {s.steps} "
-            f"steps, {self.counts['checks']} checks, {s.late_compilations} late compilations"
+            f"{len(self.failures)} failures, {self.counts['ended']} requests ended, {self.counts['aborted']} aborted, "
+            f"{self.counts['compared']} compared with themselves alone, {s.preemptions} preemptions, "
+            f"{s.prefix_resumed_tokens} tokens resumed, {s.accepted_draft_tokens} of {s.draft_tokens} drafts accepted, "
+            f"{s.generated_tokens} tokens in {s.steps} steps, {self.counts['checks']} checks, {s.late_compilations} late "
+            "compilations"
         )
 
 
