@@ -241,8 +241,8 @@ class Soak:
             f"{len(self.failures)} failures, {self.counts['ended']} requests ended, {self.counts['aborted']} aborted, "
             f"{self.counts['compared']} compared with themselves alone, {s.preemptions} preemptions, "
             f"{s.prefix_resumed_tokens} tokens resumed, {s.accepted_draft_tokens} of {s.draft_tokens} drafts accepted, "
-            f"{s.generated_tokens} tokens in {s.steps} steps, {self.counts['checks']} checks, {s.late_compilations} late "
-            "compilations"
+            f"{s.generated_tokens} tokens in {s.steps} steps, {self.counts['checks']} checks, "
+            f"{s.late_compilations} late compilations"
         )
 
 
