@@ -22,7 +22,8 @@ STRIP = 16  # outputs
 WARPS = 16  # that multiply; eight more start copies
 THREADS = 32 * WARPS + 256
 MOST_STRIPS = 32  # of a block
-OWN, OWN_WIDE = 5, 3  # strips of a warp at most, that registers hold; of 16 tokens with zero points or scales in fp32
+OWN = {8: 5, 16: 4}  # strips of a warp that registers hold, by the tokens of a tile
+OWN_WIDE = {8: 4, 16: 3}  # with zero points, scales in fp32, or four scales for 16 tokens
 LEAST_BLOCKS = 0.6  # of the SMs: with fewer outputs blocks would have to share k
 
 
@@ -41,7 +42,8 @@ def source(tokens: int, strips: int, kind: Kind) -> Source:
     scale = 4 if kind.scales == 2 else 2
     slot = 2 * BLOCK_K * tokens + 1024 * strips + kind.fold * strips * STRIP * (scale + 2 * kind.minima)
     slot += -slot % 1024
-    own = OWN_WIDE if tokens == 16 and (kind.minima or kind.scales == 2) else OWN
+    wide = kind.minima or kind.scales == 2 or tokens * kind.fold > 32
+    own = (OWN_WIDE if wide else OWN)[tokens]
     groups = next(size for size in (1, 2, 4, 8, 16) if -(-strips // size) <= own)
     slots = (SHARED - 1024) // (slot + 16)
     slots -= slots % (WARPS // groups)

@@ -45,7 +45,7 @@ def registers_moved(file: str) -> tuple[int, int]:
 
 # Tokens, strips of a block, and how weights are stored: as of Qwen3.5-27B and Gemma-4-31B on 132 SMs.
 FEW = [(8, 3, Kind()), (8, 8, Kind(4)), (8, 18, Kind(gate="silu")), (8, 22, Kind(4, gate="gelu_tanh"))]
-FEW += [(16, 3, Kind()), (16, 18, Kind(gate="silu")), (8, 8, Kind(minima=True)), (16, 20, Kind(minima=True))]
+FEW += [(16, 3, Kind()), (16, 18, Kind(gate="silu")), (8, 20, Kind(minima=True)), (16, 20, Kind(minima=True))]
 FEW_MORE = [
     (tokens, strips, Kind(fold, scales, minima, gate))
     for tokens, strips, fold, scales, minima, gate in product(

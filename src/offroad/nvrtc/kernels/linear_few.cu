@@ -75,8 +75,9 @@ struct Producer {
         const int strips = count * (GATE ? 2 : 1), each = 1024 + FOLD * 16 * (SCALE_SIZE + (MINIMA ? 2 : 0));
         if (!chosen) return;
         arrive_expecting(full + slot, 2 * HALF_X + strips * each);
-        copy_strips(p, base + slot * SLOT, 0, first, count, unit, full + slot);
-        if (GATE) copy_strips(p, base + slot * SLOT, STRIPS / 2, p.n / 2 + first, count, unit, full + slot);
+#pragma unroll 1
+        for (int half = 0; half < (GATE ? 2 : 1); half++)
+            copy_strips(p, base + slot * SLOT, half * (STRIPS / 2), half * (p.n / 2) + first, count, unit, full + slot);
     }
     __device__ __forceinline__ void x(int unit, int slot) const {
         if (!chosen) return;
@@ -84,11 +85,14 @@ struct Producer {
         copy_box(base + slot * SLOT + HALF_X, &p.x, unit * 128 + 64, 0, full + slot);
     }
     __device__ __forceinline__ void all(int number) const {
-        const int early = min(SLOTS, p.units);
+        const int early = min(SLOTS, p.units);  // loops are not unrolled: these warps have few registers
+#pragma unroll 1
         for (int unit = number; unit < early; unit += PRODUCERS) weights(unit, unit);
         wait_turn();
+#pragma unroll 1
         for (int unit = number; unit < early; unit += PRODUCERS) x(unit, unit);
         u32 parity = 0;
+#pragma unroll 1
         for (int unit = SLOTS + number, slot = number; unit < p.units; unit += PRODUCERS) {
             wait(empty + slot, parity);
             weights(unit, slot), x(unit, slot);
