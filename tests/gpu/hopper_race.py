@@ -1,13 +1,13 @@
 """Small launches of Hopper's kernels in CUDA C++, to run under compute-sanitizer:
 
-    PYTHONPATH=src compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/hopper_race.py
-    PYTHONPATH=src compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
+    export PYTHONPATH=src  # cuda-bindings asks the driver for functions that it may lack: no errors of the API
+    compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/gpu/hopper_race.py
+    compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
 
 Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, with groups, zero points and
 gates; Gated DeltaNet of rows of one token until records are folded. Run it once without the tool, so that kernels are
-compiled before; memcheck also wants `--report-api-errors no` (cuda-bindings asks the driver for functions that it may
-lack). Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses beside it. Arguments
-name kernels: linear, delta.
+compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses beside it.
+Arguments name kernels: linear, delta.
 """
 
 from __future__ import annotations

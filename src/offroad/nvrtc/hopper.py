@@ -20,9 +20,10 @@ HOPPER = (9, 0)
 SHARED = 232_448  # bytes of a block of the linears, at most
 DIM, TAPS = 128, 4  # of heads, of the convolution
 LEAST_GROUP = 32
+LEAST_BLOCKS = 0.6  # of the SMs, for linears of up to 16 tokens: with fewer outputs blocks would have to share k
 FOR_LINEARS = (
     "up to 64 tokens by CUDA C++ kernels for Hopper whose warps have tasks apart; others, up to 16 with outputs for "
-    "less than 60 % of the SMs, and 9 to 16 with zero points of small groups, by Triton's"
+    f"less than {100 * LEAST_BLOCKS:.0f} % of the SMs, and 9 to 16 with zero points of small groups, by Triton's"
 )
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"

@@ -10,7 +10,7 @@ import torch
 
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
-from offroad.nvrtc.hopper import SHARED
+from offroad.nvrtc.hopper import LEAST_BLOCKS, SHARED
 from offroad.nvrtc.linear_args import GATES, SCALES, TARGET, map_of
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, Records
@@ -24,7 +24,6 @@ THREADS = 32 * WARPS + 256
 MOST_STRIPS = 32  # of a block
 OWN = {8: 5, 16: 4}  # strips of a warp that registers hold, by the tokens of a tile
 OWN_WIDE = {8: 4, 16: 3}  # with zero points, scales in fp32, or four scales for 16 tokens
-LEAST_BLOCKS = 0.6  # of the SMs: with fewer outputs blocks would have to share k
 
 
 @dataclass(frozen=True)

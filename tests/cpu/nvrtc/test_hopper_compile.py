@@ -49,7 +49,7 @@ FEW += [(16, 3, Kind()), (16, 18, Kind(gate="silu")), (8, 20, Kind(minima=True))
 FEW_MORE = [
     (tokens, strips, Kind(fold, scales, minima, gate))
     for tokens, strips, fold, scales, minima, gate in product(
-        (8, 16), (1, 5, 20, 32), (1, 2, 4), range(3), MINIMA, GATES
+        (8, 16), (1, 5, 18, 20, 32), (1, 2, 4), range(3), MINIMA, GATES
     )
     if not (tokens == 16 and minima and fold > 1) and not (gate and strips % 2)
 ]
