@@ -138,7 +138,7 @@ MISSED_OF_FEW = {
     "slots that are free": (3, "    sync_some(1, 32 * WARPS);  // slots are free\n", "", "wrong"),
     "sums of all warps": (3, "    sync_some(1, 32 * WARPS);\n", "", "wrong"),
     "zero points": (3, "            if (MINIMA && last) {", "            if (false) {", "wrong"),
-    "the last outputs": (3, " || output >= width(p)", "", "outside of y"),
+    "the last outputs": (3, "        if (output >= width(p)) continue;\n", "", "outside of y"),
 }
 
 

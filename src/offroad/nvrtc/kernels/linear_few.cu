@@ -25,7 +25,8 @@ constexpr int SLOT = (MINIMA_AT + (MINIMA ? FOLD * STRIPS * 32 : 0) + 1023) / 10
 constexpr int BARRIERS_AT = SLOTS * SLOT;
 static_assert(1024 + BARRIERS_AT + 16 * SLOTS == SHARED_BYTES, "what Python reserves");
 static_assert(SLOTS % SPLITS == 0 && SPLITS % PRODUCERS == 0, "a slot's warps");
-static_assert(SPLITS * STRIPS * 16 * TOKENS * 4 <= BARRIERS_AT, "sums take the place of slots");
+constexpr int PITCH = TOKENS + 2;  // of sums, so that lanes read others' banks
+static_assert(SPLITS * STRIPS * 16 * PITCH * 4 <= BARRIERS_AT, "sums take the place of slots");
 
 struct Args {
     TensorMap x;       // [rows, k], boxes of TOKENS rows and 64 k's
@@ -186,20 +187,21 @@ __device__ __forceinline__ void finish(const Args& p, const Sums& sums, float* r
     for (int i = 0; i < OWN; i++) {
         const int strip = i * GROUPS + warp % GROUPS;
         if (strip >= STRIPS) continue;
-        float* to = room + ((warp / GROUPS * STRIPS + strip) * 16 + lane / 4) * TOKENS + lane % 4 * 2;
+        float* to = room + ((warp / GROUPS * STRIPS + strip) * 16 + lane / 4) * PITCH + lane % 4 * 2;
 #pragma unroll
         for (int t = 0; t < TOKENS / 2; t += 2)
-            *reinterpret_cast<float2*>(to + t / 2 % 2 * 8 * TOKENS + t / 4 * 8) = make_float2(sums[i][t], sums[i][t + 1]);
+            *reinterpret_cast<float2*>(to + t / 2 % 2 * 8 * PITCH + t / 4 * 8) = make_float2(sums[i][t], sums[i][t + 1]);
     }
     sync_some(1, 32 * WARPS);
-    for (int i = threadIdx.x; i < OUTPUTS * TOKENS; i += 32 * WARPS) {
-        const int token = i % TOKENS, output = first + i / TOKENS;
-        if (token >= p.rows || output >= width(p)) continue;
+    for (int i = threadIdx.x; i < OUTPUTS * p.rows; i += 32 * WARPS) {
+        const int token = i / OUTPUTS, output = first + i % OUTPUTS;
+        if (output >= width(p)) continue;
+        const float* from = room + i % OUTPUTS * PITCH + token;
         float sum = 0, up = 0;
 #pragma unroll
         for (int split = 0; split < SPLITS; split++) {
-            sum += room[split * STRIPS * 16 * TOKENS + i];
-            if (GATE) up += room[(split * STRIPS * 16 + OUTPUTS) * TOKENS + i];
+            sum += from[split * STRIPS * 16 * PITCH];
+            if (GATE) up += from[(split * STRIPS * 16 + OUTPUTS) * PITCH];
         }
         p.y[(i64)token * width(p) + output] = result(p.bias, p.n, sum, up, output);
     }
