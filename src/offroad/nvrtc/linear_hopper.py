@@ -1,5 +1,5 @@
-"""Linears of 17 to 64 tokens over 4-bit integers on Hopper: what kernels/linear_hopper.cu is specialised by, and how it
-is launched.
+"""Linears of 17 to 64 tokens over 4-bit integers or e4m3 on Hopper: what kernels/linear_hopper.cu is specialised by,
+and how it is launched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ MOST = 64  # tokens
 # more than half of an SM's shared memory: two of a launch on one SM would leave another idle.
 WARPGROUPS = {32: 2, 64: 2}
 STAGES = {32: 8, 64: 6}
+BITS = {"int4": 4, "e4m3": 8}  # of codes
 
 
 def outputs(tokens: int) -> int:
@@ -33,14 +34,15 @@ def threads(tokens: int) -> int:
     return 128 * (WARPGROUPS[tokens] + 1)
 
 
-def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "") -> Source:
-    """For up to `tokens` tokens (32, 64) and `fold` scales to 128 k's, of the dtype with the number `scales`."""
+def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "", bits: int = 4) -> Source:
+    """For up to `tokens` tokens (32, 64) and `fold` scales to 128 k's, of the dtype with the number `scales`; codes of
+    `bits`."""
     warpgroups, scale = WARPGROUPS[tokens], 4 if scales == 2 else 2
-    step = 64 * outputs(tokens) + 2 * BLOCK_K * tokens + fold * outputs(tokens) * (scale + 2 * minima)
+    step = 16 * bits * outputs(tokens) + 2 * BLOCK_K * tokens + fold * outputs(tokens) * (scale + 2 * minima)
     stage, rest = step + -step % 1024 + 16, 1024 + 4 * warpgroups * tokens * 32
     stages = min(STAGES[tokens], (SHARED - rest) // stage)
     shared = rest + stages * stage
-    sizes = {"TOKENS": tokens, "WARPGROUPS": warpgroups, "STAGES": stages, "FOLD": fold}
+    sizes = {"BITS": bits, "TOKENS": tokens, "WARPGROUPS": warpgroups, "STAGES": stages, "FOLD": fold}
     kinds = {"SCALES": scales, "MINIMA": int(minima), "GATE": GATES[gate]}
     return Source("linear_hopper.cu", (*sizes.items(), *kinds.items()), shared, TARGET)
 
@@ -53,7 +55,7 @@ def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     y = torch.empty(rows, weight.n // 2 if gate else weight.n, dtype=x.dtype, device=x.device)
     minima = it.m is not None
     assert not minima or it.m.dtype == torch.int16, it.m.dtype
-    made = source(tokens, it.fold, SCALES[it.s.dtype], minima, gate)
+    made = source(tokens, it.fold, SCALES[it.s.dtype], minima, gate, BITS[it.kind])
     if x.device.type == "meta":
         launch.rehearse(made, "linear", ARGS)
         return y

@@ -1,4 +1,4 @@
-// y = x W^T for up to TOKENS tokens over weights of 4 bits, in bf16, for Hopper. Records of weights (linear_pack.py) are
+// y = x W^T for up to TOKENS tokens over weights of 4 bits or in e4m3, in bf16, for Hopper. Records of weights (linear_pack.py) are
 // in the order of the registers of a matrix operand, so they go from memory to shared memory as they are, become bf16 in
 // registers there and are the left operand of products whose right one, x, lies in shared memory.
 //
@@ -8,24 +8,25 @@
 // and all but the last of them, which has more to do, add and store a share each; of two the first adds what the other has
 // left. The order of sums is always the same. All blocks must be on the GPU at once, since they wait for one another.
 //
-// Specialised by TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16, 2: fp32), MINIMA
-// (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu, gelu_tanh, of
-// a weight whose first half of outputs is the gate's).
+// Specialised by BITS (4: integers, 8: e4m3), TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16,
+// 1: fp16, 2: fp32), MINIMA (zero points of integers, as multiples of the scale) and GATE (0: y is the product; 1, 2:
+// act(gate) * up, act silu, gelu_tanh, of a weight whose first half of outputs is the gate's).
 #include "codes.cuh"
 #include "hopper.cuh"
 
 constexpr int OUTPUTS = 128 * WARPGROUPS, CONSUMERS = 128 * WARPGROUPS, WARPS = CONSUMERS / 32;
-constexpr int CODES_BYTES = WARPGROUPS * 8192, HALF_X = TOKENS * 128;
+constexpr int RECORD = BITS * 1024, CODES_BYTES = 2 * WARPGROUPS * RECORD, HALF_X = TOKENS * 128;
 constexpr int SCALE_SIZE = SCALES == 2 ? 4 : 2, SCALE_BYTES = FOLD * OUTPUTS * SCALE_SIZE;
 constexpr int MINIMA_BYTES = MINIMA ? FOLD * OUTPUTS * 2 : 0;
 constexpr int X_AT = CODES_BYTES, SCALES_AT = X_AT + 2 * HALF_X, MINIMA_AT = SCALES_AT + SCALE_BYTES;
 constexpr int STAGE = (MINIMA_AT + MINIMA_BYTES + 1023) / 1024 * 1024;
 constexpr int Y_AT = STAGES * STAGE, Y_BYTES = WARPS * TOKENS * 32, BARRIERS_AT = Y_AT + Y_BYTES;
 static_assert(1024 + BARRIERS_AT + 16 * STAGES == SHARED_BYTES, "what Python reserves");
+static_assert(BITS == 4 || !MINIMA, "e4m3 has no zero points");
 
 struct Args {
     TensorMap x;          // [rows, k], boxes of TOKENS rows and 64 k's
-    const u8* codes;      // [n / 64, units, 4096 bytes]
+    const u8* codes;      // [n / 64, units, RECORD bytes]
     const u8* scales;     // [groups, padded n]
     const u8* minima;     // the same, int16
     const u16* bias;      // [n]
@@ -62,7 +63,7 @@ struct Ring {
 
 // Starts the copies of a tile of 64 outputs at a step: its codes, and its scales, FOLD of them for each output.
 __device__ __forceinline__ void copy_tile(const Args& p, unsigned char* to, int record, int unit, int group, int t, u64* barrier) {
-    copy_once(to + t * 4096, p.codes + ((i64)record * p.units + unit) * 4096, 4096, barrier);
+    copy_once(to + t * RECORD, p.codes + ((i64)record * p.units + unit) * RECORD, RECORD, barrier);
 #pragma unroll
     for (int f = 0; f < FOLD; f++) {
         const i64 at = (i64)(group + f) * p.padded + (i64)record * 64;
@@ -80,7 +81,7 @@ __device__ __forceinline__ void copy_x(const Args& p, unsigned char* to, int uni
 // Starts the copies for one warpgroup, for the first of them those of x too. As many weights as there is room for are on
 // their way before the kernels before this one, which write x, have ended.
 __device__ __forceinline__ void produce(const Args& p, Ring ring, i64 begin, i64 end, int warpgroup) {
-    constexpr int TILE_BYTES = 4096 + FOLD * 64 * (SCALE_SIZE + (MINIMA ? 2 : 0));
+    constexpr int TILE_BYTES = RECORD + FOLD * 64 * (SCALE_SIZE + (MINIMA ? 2 : 0));
     const bool chosen = threadIdx.x % 32 == 0, has_x = warpgroup == 0;
     const int early = (int)min((i64)STAGES, end - begin);
     int tile = (int)(begin / p.units), unit = (int)(begin % p.units), number = 0;
@@ -124,9 +125,28 @@ __device__ __forceinline__ u32 offset_pair(const unsigned char* minima, int at) 
     return twice(narrow((float)(reinterpret_cast<const short*>(minima)[at] - 136)));
 }
 
+// The four registers of a matrix operand of 16 k's, from word j of a lane: of 4 bits, of all 16 outputs; of 8, of the lower
+// and the upper 8.
+__device__ __forceinline__ void widen_word(u32 (&a)[4], u32 word, u32 upper, u32 low, u32 high, u32 less_low, u32 less_high) {
+    if (BITS == 8) {
+        a[0] = times(widened(word, false), low);
+        a[1] = times(widened(upper, false), high);
+        a[2] = times(widened(word, true), low);
+        a[3] = times(widened(upper, true), high);
+    } else {
+        a[0] = times(plus(masked(word), less_low), low);
+        a[1] = times(plus(masked(word >> 4), less_high), high);
+        a[2] = times(plus(masked(word >> 8), less_low), low);
+        a[3] = times(plus(masked(word >> 12), less_high), high);
+    }
+}
+
+constexpr int LOADS = BITS / 4;  // of 16 bytes, that a lane has of 64 k's
+
 // The weights of 64 k's that a lane has of a tile, four registers of a matrix operand for each 16 of them.
-__device__ __forceinline__ void widen(u32 (&a)[4][4], uint4 words, const unsigned char* place, int half, int tile, int row) {
-    const u32 all[4] = {words.x, words.y, words.z, words.w};
+__device__ __forceinline__ void widen(u32 (&a)[4][4], const uint4* words, const unsigned char* place, int half, int tile, int row) {
+    const uint4 lower = words[0], upper = words[LOADS - 1];
+    const u32 all[4] = {lower.x, lower.y, lower.z, lower.w}, uppers[4] = {upper.x, upper.y, upper.z, upper.w};
     u32 low = 0, high = 0, less_low = 0, less_high = 0;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
@@ -136,10 +156,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4][4], uint4 words, const unsigne
             low = scale_pair(place + SCALES_AT, at), high = scale_pair(place + SCALES_AT, at + 8);
             less_low = offset_pair(place + MINIMA_AT, at), less_high = offset_pair(place + MINIMA_AT, at + 8);
         }
-        a[j][0] = times(plus(masked(all[j]), less_low), low);
-        a[j][1] = times(plus(masked(all[j] >> 4), less_high), high);
-        a[j][2] = times(plus(masked(all[j] >> 8), less_low), low);
-        a[j][3] = times(plus(masked(all[j] >> 12), less_high), high);
+        widen_word(a[j], all[j], uppers[j], low, high, less_low, less_high);
     }
 }
 
@@ -157,12 +174,14 @@ __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, i
 #pragma unroll
         for (int t = 0; t < 2; t++) {
             const int tile = 2 * warpgroup + t;
-            const uint4* words = reinterpret_cast<const uint4*>(place + tile * 4096) + warp * 64 + lane;
-            const uint4 near = words[0], far = words[32];
+            const uint4* from = reinterpret_cast<const uint4*>(place + tile * RECORD) + warp * (64 * LOADS) + lane;
+            uint4 words[2 * LOADS];
+#pragma unroll
+            for (int i = 0; i < 2 * LOADS; i++) words[i] = from[i * 32];
             wait_groups<1>();  // of this tile's last products: their operand is written next
             if (t == 1 && step > 0 && lane == 0) arrive(&ring.empty[before]);
-            widen(a[t][0], near, place, 0, tile, row);
-            widen(a[t][1], far, place, 1, tile, row);
+            widen(a[t][0], words, place, 0, tile, row);
+            widen(a[t][1], words + LOADS, place, 1, tile, row);
             products_may_start();
 #pragma unroll
             for (int j = 0; j < 8; j++)
