@@ -9,7 +9,7 @@ from offroad.run.graphs import Forward
 from offroad.sample.logprobs import prompt_logprobs
 from offroad.schedule.step import PromptLogprobs, Step
 
-_ROWS = 32  # logits at once: bounds their memory, which the plan has counted for sampled tokens only
+SCORED = 32  # tokens whose logits are there at once: bounds their memory, which the plan has counted for sampled tokens only
 
 
 def score_prompts(step: Step, ran: Forward, arrays: Arrays) -> dict[int, PromptLogprobs]:
@@ -20,8 +20,8 @@ def score_prompts(step: Step, ran: Forward, arrays: Arrays) -> dict[int, PromptL
         first, slot = int(rows.start[row]) + 1, int(rows.slot[row])
         count, offset = int(rows.width[row]) - int(samples[row]), int(rows.offset[row])
         parts = []
-        for at in range(0, count, _ROWS):
-            size = min(_ROWS, count - at)
+        for at in range(0, count, SCORED):
+            size = min(SCORED, count - at)
             logits = ran.ops.logits(ran.states[offset + at : offset + at + size])
             parts.append(prompt_logprobs(logits, arrays.tokens[slot, first + at : first + at + size]))
         if parts:

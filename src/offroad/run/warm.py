@@ -22,6 +22,7 @@ from offroad.ops.bound import LayerOps, Ops
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry
 from offroad.run.arrays import Arrays
+from offroad.run.prompt import SCORED
 from offroad.run.rows import ReplayView, Rows
 from offroad.sample.choose import Filters
 from offroad.sample.params import SamplingParams
@@ -186,6 +187,8 @@ def gather(parts: Parts) -> Launches:
                 ops[phase].logits(hidden)
                 if parts.proposer is not None:
                     parts.proposer.rehearse(phase, rows, twins)
+        for count in counts(SCORED):
+            ops["prefill"].logits(hidden.new_empty(count, hidden.shape[1]))
         for ring, _ in twins(parts.arrays.checkpoints):
             if isinstance(ring, ReplayView):  # what checkpoints are made from
                 ring.before(0, 0, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from offroad.run.prompt import SCORED
 from offroad.run.rows import RingView
 from offroad.run.warm import Twins, counts
 
@@ -38,6 +39,7 @@ def test_steps_of_any_rows_launch_what_was_collected(answers: dict[str, dict], n
     found = answers[name]
     assert found["missing"] == []
     assert found["asked"] > 10
+    assert set(found["scored"]) >= set(range(1, SCORED + 1))  # a prompt's tokens, however few sequences there may be
     # The linears' tiles: there was something to find, but where one is for all, or another kernel for 17 to 64 tokens.
     widths = {"qwen3 invariant": ["64"], "qwen3.5 hopper": ["16", "64"]}
     assert found["widths"] == widths.get(name, ["16", "32", "64"])

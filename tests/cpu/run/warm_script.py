@@ -8,6 +8,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from triton.runtime import driver
 
 from offroad.engine import attach, make_plan
 from offroad.nvrtc.hopper import LINEAR
+from offroad.ops.bound import Ops
 from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry, packers
@@ -168,12 +170,16 @@ def closed(name: str, count: int) -> dict:
     plan, runner = runner_of(name)
     proposer = runner.drafting.proposer if runner.drafting is not None else None
     parts = Parts(plan, runner.model, runner.ops, runner.arrays, proposer, fused_draw(plan.device), 384)
-    prepared, asked = gather(parts), served(plan, runner, count)
+    with patch.object(Ops, "logits", autospec=True, side_effect=Ops.logits) as logits:
+        prepared = gather(parts)
+    scored = {len(call.args[1]) for call in logits.call_args_list}
+    asked = served(plan, runner, count)
     names = prepared.keys()
     return {
         "name": name,
         "prepared": len(prepared.found),
         "asked": len(asked.found),
+        "scored": sorted(scored),
         "missing": sorted(asked.keys() - names),
         "shared": shared_memory(plan),
         "unused": len(names - asked.keys()),
