@@ -18,7 +18,7 @@ from kernels_linear import copies, microseconds, random_weight
 
 from offroad.device.profile import load_profile
 from offroad.models.spec import GatedDeltaSpec
-from offroad.nvrtc import linear_w4
+from offroad.nvrtc import linear_by_rows
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
@@ -44,7 +44,7 @@ def linears(rows: int, kind: str) -> None:
         weights = [first] + [random_weight(kind, n, k) for _ in range(copies(first.nbytes) - 1)]
         x = torch.randn(rows, k, device="cuda").bfloat16()
         triton = partial(fused, x, kind=gate) if gate else partial(run, x)
-        hopper = partial(linear_w4.product, x, gate=gate)
+        hopper = partial(linear_by_rows.product, x, gate=gate)
         times = (microseconds([partial(call, weight=w) for w in weights]) for call in (triton, hopper))
         report(f"{name} {kind}", rows, first.nbytes, *times)
 

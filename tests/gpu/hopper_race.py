@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_w4 import product  # noqa: E402
+from offroad.nvrtc.linear_by_rows import product  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 
 BEGAN = time.perf_counter()

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_w4 import MOST, product  # noqa: E402
+from offroad.nvrtc.linear_by_rows import MOST, product  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402

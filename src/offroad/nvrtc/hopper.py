@@ -68,12 +68,12 @@ def _delta_limits(device: DeviceProfile, problem: Problem) -> str | None:
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.nvrtc import linear_w4
+    from offroad.nvrtc import linear_by_rows
     from offroad.triton_kernels import dependent
     from offroad.triton_kernels.linear_run import card_of
 
-    dependent.allow(linear_w4.MOST)
-    return partial(getattr(linear_w4, problem.op), on=card_of(device))
+    dependent.allow(linear_by_rows.MOST)
+    return partial(getattr(linear_by_rows, problem.op), on=card_of(device))
 
 
 def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:

@@ -1,10 +1,16 @@
-// What kernels over weights of 4 bits have in common, specialised by SCALES (0: bf16, 1: fp16, 2: fp32) and GATE (0: none,
+// What kernels over packed weights have in common, specialised by SCALES (0: bf16, 1: fp16, 2: fp32) and GATE (0: none,
 // 1: silu, 2: gelu_tanh).
 #pragma once
 #include "bf16.cuh"
 
 // Two codes u in the mantissa of 128.
 __device__ __forceinline__ u32 masked(u32 codes) { return masked_or(codes, 0x000F000Fu, 0x43004300u); }
+
+// Two numbers in e4m3, in the upper bytes of both halves of a word, in bf16. Their bits at bf16's places are the numbers times 2^-120,
+// also of those below 2^-6, since the product with a power of two keeps subnormal operands.
+__device__ __forceinline__ u32 widened(u32 bytes) {
+    return times((bytes & 0x80008000u) | (bytes >> 4 & 0x07F007F0u), 0x7B807B80u);
+}
 
 __device__ __forceinline__ float scale_at(const unsigned char* scales, int at) {
     if (SCALES == 2) return reinterpret_cast<const float*>(scales)[at];
