@@ -29,8 +29,8 @@ OWN_WIDE = {8: 4, 16: 3}  # with zero points, scales in fp32, or four scales for
 
 @dataclass(frozen=True)
 class Kind:
-    """How a weight is stored: scales to 128 k's, their dtype's number, whether there are zero points, bits of a code (8:
-    e4m3); and the gate."""
+    """How a weight is stored: scales to 128 k's, their dtype's number, whether there are zero points, bits of a code;
+    and the gate."""
 
     fold: int = 1
     scales: int = 0

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from offroad.engine import attach, make_plan
-from offroad.nvrtc.hopper import LINEAR
+from offroad.nvrtc.hopper import LINEAR_W4, LINEAR_W8
 from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry, packers
@@ -155,7 +155,7 @@ def shared_memory(plan: Plan) -> tuple[int, int, int, int]:
     packed = [
         choice.problem
         for choice in plan.cells.values()
-        if choice.kernel in ("triton.linear_w4", "triton.linear_w8", LINEAR)
+        if choice.kernel in ("triton.linear_w4", "triton.linear_w8", LINEAR_W4, LINEAR_W8)
     ]
     pieces = [
         2 * problem.size("k") * dense_outputs(problem.size("n"), problem.size("k"), 2, most) for problem in packed
