@@ -1,7 +1,7 @@
 """Hopper's kernels in CUDA C++ beside Triton's, each alone, at the shapes of Qwen3.5-27B: microseconds, and GB/s of
 what has to be read and written.
 
-    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32]
+    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32 fp8]
 
 Linears are timed over weights that do not stay in the L2 cache, gate_up with its activation; Gated DeltaNet over rows
 of which an eighth folds its records at each call, as rows of a server do.
@@ -33,7 +33,7 @@ SHAPES = {
     "qkv": (14336, 5120),
     "out": (5120, 6144),
 }
-FOUR_BITS = ("w4g128", "w4g32")
+KINDS = ("w4g128", "w4g32", "fp8")
 DELTA, LAG, BASE = GatedDeltaSpec(16, 48, 128, 128, 4), 8, 1000
 
 
@@ -102,7 +102,7 @@ def step(kernel, view: tuple[RingView, ReplayView], count: int, turn: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
-    parser.add_argument("--kind", nargs="+", choices=FOUR_BITS, default=["w4g128"])
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=["w4g128"])
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
     for rows in arguments.rows:
