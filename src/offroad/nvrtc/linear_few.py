@@ -24,7 +24,7 @@ WARPS = 16  # that multiply; eight more start copies
 THREADS = 32 * WARPS + 256
 MOST_STRIPS = {4: 32, 8: 24}  # of a block, by the bits of a code: each warp's units have room beside one another
 OWN = {8: 5, 16: 4}  # strips of a warp that registers hold, by the tokens of a tile
-OWN_WIDE = {8: 4, 16: 3}  # with zero points, scales in fp32, or four scales for 16 tokens
+OWN_WIDE = {8: 4, 16: 3}  # with zero points, scales in fp32, or for 16 tokens with four scales or codes of 8 bits
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def source(tokens: int, strips: int, kind: Kind) -> Source:
     scale = 4 if kind.scales == 2 else 2
     slot = 2 * BLOCK_K * tokens + 256 * kind.bits * strips + kind.fold * strips * STRIP * (scale + 2 * kind.minima)
     slot += -slot % 1024
-    wide = kind.minima or kind.scales == 2 or tokens * kind.fold > 32
+    wide = kind.minima or kind.scales == 2 or tokens * kind.fold > 32 or (tokens == 16 and kind.bits == 8)
     own = (OWN_WIDE if wide else OWN)[tokens]
     groups = next(size for size in (1, 2, 4, 8, 16) if -(-strips // size) <= own)
     slots = (SHARED - 1024) // (slot + 16)

@@ -28,6 +28,13 @@ __device__ __forceinline__ u32 masked_or(u32 bits, u32 mask, u32 more) {
     return both;
 }
 
+// Four bytes of a word, the first the lowest, by half-bytes: their numbers, or with 8 more their signs eight times.
+__device__ __forceinline__ u32 picked(u32 word, u32 which) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bytes) : "r"(word), "r"(which));
+    return bytes;
+}
+
 __device__ __forceinline__ u32 plus(u32 a, u32 b) {
     u32 sum;
     asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));

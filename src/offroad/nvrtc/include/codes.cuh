@@ -6,10 +6,11 @@
 // Two codes u in the mantissa of 128.
 __device__ __forceinline__ u32 masked(u32 codes) { return masked_or(codes, 0x000F000Fu, 0x43004300u); }
 
-// Two numbers in e4m3, in the upper bytes of both halves of a word, in bf16. Their bits at bf16's places are the numbers times 2^-120,
-// also of those below 2^-6, since the product with a power of two keeps subnormal operands.
-__device__ __forceinline__ u32 widened(u32 bytes) {
-    return times((bytes & 0x80008000u) | (bytes >> 4 & 0x07F007F0u), 0x7B807B80u);
+// Two numbers in e4m3, bytes 0 and 1 of a word or, `upper`, 2 and 3, in bf16. Each with its sign before it and 4 bits
+// further up has its bits at bf16's places: that is the number times 2^-120, also of those below 2^-6, since the product
+// with a power of two keeps subnormal operands.
+__device__ __forceinline__ u32 widened(u32 word, bool upper) {
+    return times(picked(word, upper ? 0xB3A2u : 0x9180u) * 16 & 0x87F087F0u, 0x7B807B80u);
 }
 
 __device__ __forceinline__ float scale_at(const unsigned char* scales, int at) {

@@ -24,7 +24,7 @@ constexpr int CODES_AT = 2 * HALF_X, SCALES_AT = CODES_AT + STRIPS * STRIP;
 constexpr int MINIMA_AT = SCALES_AT + FOLD * STRIPS * 16 * SCALE_SIZE;
 constexpr int SLOT = (MINIMA_AT + (MINIMA ? FOLD * STRIPS * 32 : 0) + 1023) / 1024 * 1024;
 constexpr int BARRIERS_AT = SLOTS * SLOT;
-static_assert(BITS == 4 || (BITS == 8 && FOLD == 1 && !MINIMA), "e4m3 has no zero points, and no more scales");
+static_assert(BITS == 4 || (BITS == 8 && FOLD == 1 && !MINIMA), "of e4m3: no zero points, one scale");
 static_assert(1024 + BARRIERS_AT + 16 * SLOTS == SHARED_BYTES, "what Python reserves");
 static_assert(SLOTS % SPLITS == 0 && SPLITS % PRODUCERS == 0, "a slot's warps");
 static_assert(SPLITS * STRIPS * 16 * TOKENS * 4 <= BARRIERS_AT, "sums take the place of slots");
@@ -113,7 +113,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 (&words)[WORDS]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         if (BITS == 4) a[i] = plus(masked(words[0] >> 4 * i), 0xC308C308u);
-        else a[i] = widened(__byte_perm(words[i % WORDS], 0, i < 2 ? 0x1404 : 0x3424));
+        else a[i] = widened(words[i % WORDS], i >= 2);
     }
 }
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4], const u32 (&words)[WORDS]) {
 __device__ __forceinline__ void add_strip(float (&sums)[TOKENS / 2], const unsigned char* slot, int strip,
                                           const u32 (&x)[TOKENS / 8][4][4], const float (&ones)[FOLD][TOKENS / 8][2]) {
     const int lane = threadIdx.x % 32;
-    constexpr int PARTS = FOLD > 2 ? FOLD : 2;  // with sums of their own
+    constexpr int PARTS = BITS == 8 ? 1 : FOLD > 2 ? FOLD : 2;  // with sums of their own: one takes fewest registers
     const uint4* at = reinterpret_cast<const uint4*>(slot + CODES_AT + strip * STRIP) + lane;
     u32 words[8][WORDS];
 #pragma unroll

@@ -20,6 +20,14 @@ inline u16 narrow_exact(double x) {
 
 inline float wide_half(u16 bits) { return __half2float({bits}); }
 inline u32 masked_or(u32 bits, u32 mask, u32 more) { return (bits & mask) | more; }
+inline u32 picked(u32 word, u32 which) {
+    u32 bytes = 0;
+    for (int i = 0; i < 4; i++) {
+        u32 byte = word >> (which >> i * 4 & 3) * 8 & 0xFF;
+        bytes |= (which >> i * 4 & 8 ? (byte >> 7) * 0xFF : byte) << i * 8;
+    }
+    return bytes;
+}
 inline u32 plus(u32 a, u32 b) {
     return narrow_exact((double)wide(a) + wide(b)) | narrow_exact((double)wide(a >> 16) + wide(b >> 16)) << 16;
 }

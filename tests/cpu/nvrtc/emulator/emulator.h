@@ -188,13 +188,6 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-// Four bytes of y above x, by the numbers in the digits of `which`.
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned which) {
-    const uint64_t both = (uint64_t)y << 32 | x;
-    unsigned found = 0;
-    for (int i = 0; i < 4; i++) found |= (unsigned)(both >> 8 * (which >> 4 * i & 7) & 0xFF) << 8 * i;
-    return found;
-}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
