@@ -1,7 +1,7 @@
 """Hopper's kernels in CUDA C++ beside Triton's, each alone, at the shapes of Qwen3.5-27B: microseconds, and GB/s of
 what has to be read and written.
 
-    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32]
+    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32 fp8]
 
 Linears are timed over weights that do not stay in the L2 cache, gate_up with its activation; Gated DeltaNet over rows
 of which an eighth folds its records at each call, as rows of a server do.
@@ -18,7 +18,7 @@ from kernels_linear import copies, microseconds, random_weight
 
 from offroad.device.profile import load_profile
 from offroad.models.spec import GatedDeltaSpec
-from offroad.nvrtc import linear_w4
+from offroad.nvrtc import linear_by_rows
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
@@ -33,7 +33,7 @@ SHAPES = {
     "qkv": (14336, 5120),
     "out": (5120, 6144),
 }
-FOUR_BITS = ("w4g128", "w4g32")
+KINDS = ("w4g128", "w4g32", "fp8")
 DELTA, LAG, BASE = GatedDeltaSpec(16, 48, 128, 128, 4), 8, 1000
 
 
@@ -44,7 +44,7 @@ def linears(rows: int, kind: str) -> None:
         weights = [first] + [random_weight(kind, n, k) for _ in range(copies(first.nbytes) - 1)]
         x = torch.randn(rows, k, device="cuda").bfloat16()
         triton = partial(fused, x, kind=gate) if gate else partial(run, x)
-        hopper = partial(linear_w4.product, x, gate=gate)
+        hopper = partial(linear_by_rows.product, x, gate=gate)
         times = (microseconds([partial(call, weight=w) for w in weights]) for call in (triton, hopper))
         report(f"{name} {kind}", rows, first.nbytes, *times)
 
@@ -102,7 +102,7 @@ def step(kernel, view: tuple[RingView, ReplayView], count: int, turn: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64])
-    parser.add_argument("--kind", nargs="+", choices=FOUR_BITS, default=["w4g128"])
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=["w4g128"])
     arguments = parser.parse_args()
     print(torch.cuda.get_device_name())
     for rows in arguments.rows:

@@ -4,10 +4,10 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 9 python tests/gpu/hopper_race.py
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
 
-Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, with groups, zero points and
-gates; Gated DeltaNet of rows of one token until records are folded. Run it once without the tool, so that kernels are
-compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses beside it.
-Arguments name kernels: linear, delta.
+Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, in 4 bits with groups, zero
+points and gates, and in e4m3; Gated DeltaNet of rows of one token until records are folded. Run it once without the
+tool, so that kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck
+sees accesses beside it. Arguments name kernels: linear, delta.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_w4 import product  # noqa: E402
+from offroad.nvrtc.linear_by_rows import product  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 
 BEGAN = time.perf_counter()
 SHAPES = [(200, 2016), (1090, 2048), (8448, 1024), (40064, 256)]  # outputs, k
-FORMATS = [(128, True), (32, True), (128, False)]  # a group's k's, whether there are no zero points
+# How codes are stored, a group's k's, whether there are no zero points.
+FORMATS = [("affine4", 128, True), ("affine4", 32, True), ("affine4", 128, False), ("fp8", 128, True)]
 
 
 def said(what: str, *outs: torch.Tensor) -> None:
@@ -44,15 +45,16 @@ def said(what: str, *outs: torch.Tensor) -> None:
 def run_linear() -> int:
     launches = 0
     for n, k in SHAPES:
-        for group, sym in FORMATS:
+        for layout, group, sym in FORMATS:
             if k % group:
                 continue
-            weight = random_weight("affine4", n, k, group, sym=sym)
+            weight = random_weight(layout, n, k, group, sym=sym)
             mine = pack(replace(weight, tensors={name: tensor.cuda() for name, tensor in weight.tensors.items()}))
             for tokens in (1, 9, 17, 64):
                 for gate in ("", "silu") if n % 128 == 0 else ("",):
                     out = product(torch.randn(tokens, k).bfloat16().cuda(), mine, gate=gate)
-                    said(f"linear, {n} x {k}, groups of {group}, {tokens} tokens{' gated' if gate else ''}", out)
+                    what = f"linear, {n} x {k}, {layout}, groups of {group}, {tokens} tokens{' gated' if gate else ''}"
+                    said(what, out)
                     launches += 1
     return launches
 

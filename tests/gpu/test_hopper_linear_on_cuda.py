@@ -1,5 +1,5 @@
-"""Hopper's linear over 4-bit integers against the reference in fp32: odd and real shapes, groups, zero points, scales,
-gates, and that what blocks leave to one another is put back."""
+"""Hopper's linear over 4-bit integers and e4m3 against the reference in fp32: odd and real shapes, groups, zero points,
+scales, gates, and that what blocks leave to one another is put back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_w4 import MOST, product  # noqa: E402
+from offroad.nvrtc.linear_by_rows import MOST, product  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
@@ -29,8 +29,8 @@ DEVICE = torch.device("cuda", 0)
 REAL = [(34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144), (14336, 5120), (43008, 5376), (5376, 21504)]
 
 
-def weight_of(n: int, k: int, group: int, sym: bool) -> Packed:
-    weight = random_weight("affine4", n, k, group or k, sym=sym)
+def weight_of(n: int, k: int, group: int, sym: bool = True, layout: str = "affine4") -> Packed:
+    weight = random_weight(layout, n, k, group or k, sym=sym)
     return replace(weight, tensors={name: tensor.to(DEVICE) for name, tensor in weight.tensors.items()})
 
 
@@ -82,10 +82,46 @@ def test_real_shapes(n: int, k: int, group: int, sym: bool):
         checked(x_of(rows, k), weight, mine)
 
 
+@pytest.mark.parametrize("group", [128, 256, 0])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (1090, 2048), (201, 2008), (5120, 640), (70_000, 256)])
+def test_odd_shapes_in_e4m3(n: int, k: int, group: int):
+    """A bias and another order of columns too; the last group may be short."""
+    weight = replace(weight_of(n, k, group, layout="fp8"), bias=torch.randn(n, device=DEVICE).bfloat16())
+    weight = replace(weight, perm=torch.randperm(k, device=DEVICE))
+    mine = pack(weight)
+    for rows in (1, 3, 8, 9, 16, 17, 32, 33, 50, MOST):
+        checked(x_of(rows, k), replace(weight, bias=weight.bias.float()), mine)
+
+
+@pytest.mark.parametrize(("n", "k"), REAL)
+def test_real_shapes_in_e4m3(n: int, k: int):
+    """Scales of blocks of 128 by 128, which fp32 holds only."""
+    weight = weight_of(n, k, 128, layout="fp8")
+    s = weight.tensors["s"][::128] * (1 + 2.0**-20)
+    weight = replace(weight, tensors=weight.tensors | {"s": s.repeat_interleave(128, dim=0)})
+    mine = pack(weight)
+    assert mine.tensors["s"].dtype == torch.float32
+    for rows in (1, 8, 16, 32, MOST):
+        checked(x_of(rows, k), weight, mine)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, MOST])
+def test_numbers_in_e4m3_are_exact(rows: int):
+    """All of them, those below 2^-6 too: y is columns of the weight."""
+    finite = torch.tensor([byte for byte in range(256) if byte % 128 != 127], dtype=torch.uint8)
+    codes = finite[torch.arange(4096 * 128).view(4096, 128) % len(finite)].view(torch.float8_e4m3fn).to(DEVICE)
+    mine = pack(Packed("fp8", 4096, 128, {"q": codes, "s": torch.ones(4096, 1, device=DEVICE)}, 128))
+    one = torch.eye(128, device=DEVICE).bfloat16()
+    found = torch.cat([product(one[columns], mine) for columns in torch.arange(128).view(-1, rows)])
+    assert torch.equal(found.T.float(), codes.float())
+
+
+@pytest.mark.parametrize("layout", ["affine4", "fp8"])
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("size", "k"), [(64, 128), (192, 2048), (17408, 5120), (21504, 5376)])
-def test_gates(size: int, k: int, kind: str):
-    weight = replace(weight_of(2 * size, k, 128, True), bias=torch.randn(2 * size, device=DEVICE).bfloat16())
+def test_gates(size: int, k: int, kind: str, layout: str):
+    weight = weight_of(2 * size, k, 128, layout=layout)
+    weight = replace(weight, bias=torch.randn(2 * size, device=DEVICE).bfloat16())
     mine = pack(weight)
     for rows in (1, 8, 16, 17, 33, MOST):
         x = x_of(rows, k)
@@ -97,10 +133,11 @@ def test_gates(size: int, k: int, kind: str):
         assert torch.equal(found, product(x, mine, gate=kind))
 
 
+@pytest.mark.parametrize("layout", ["affine4", "fp8"])
 @pytest.mark.parametrize("rows", [5, 48])
-def test_in_a_graph_of_many(rows: int):
+def test_in_a_graph_of_many(rows: int, layout: str):
     """A thousand launches one after the other leave the same numbers and the counters at 0."""
-    weight = weight_of(5120, 2048, 128, True)
+    weight = weight_of(5120, 2048, 128, layout=layout)
     mine, x = pack(weight), x_of(rows, 2048)
     expected = product(x, mine)
     graph = torch.cuda.CUDAGraph()

@@ -10,21 +10,26 @@ from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.quant.packed import group_of
 from offroad.triton_kernels import delta
-from offroad.triton_kernels.kernel import TritonKernel
+from offroad.triton_kernels.kernel import Limits, TritonKernel
 from offroad.triton_kernels.linear import limits_of, workspace
-from offroad.triton_kernels.linear_pack import BLOCK_N, W4
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
-LINEAR, GATED, DELTA = "hopper.linear_w4", "hopper.gated_linear", "hopper.gated_delta"
+LINEAR_W4, LINEAR_W8 = "hopper.linear_w4", "hopper.linear_w8"
+GATED, DELTA = "hopper.gated_linear", "hopper.gated_delta"
 HOPPER = (9, 0)
 SHARED = 232_448  # bytes of a block of the linears, at most
 DIM, TAPS = 128, 4  # of heads, of the convolution
-LEAST_GROUP = 32
+STORED = {W4: "affine4.", W8: "fp8."}
+READS = {W4: "4-bit integers with scales and zero points", W8: "numbers in e4m3 with scales"}
+LEAST_GROUP = {W4: 32, W8: BLOCK_K}
 LEAST_BLOCKS = 0.6  # of the SMs, for linears of up to 16 tokens: with fewer outputs blocks would have to share k
-FOR_LINEARS = (
-    "up to 64 tokens by CUDA C++ kernels for Hopper whose warps have tasks apart; others, up to 16 with outputs for "
-    f"less than {100 * LEAST_BLOCKS:.0f} % of the SMs, and 9 to 16 with zero points of small groups, by Triton's"
-)
+_OURS = "up to 64 tokens by CUDA C++ kernels for Hopper whose warps have tasks apart"
+_SMALL = f"up to 16 with outputs for less than {100 * LEAST_BLOCKS:.0f} % of the SMs"
+FOR_LINEARS = {
+    W4: f"{_OURS}; others, {_SMALL}, and 9 to 16 with zero points of small groups, by Triton's",
+    W8: f"{_OURS}; others, and {_SMALL}, by Triton's",
+}
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
@@ -37,23 +42,30 @@ def _elsewhere(device: DeviceProfile) -> str | None:
     return None
 
 
-def _linear_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    if reason := _elsewhere(device):
-        return reason
-    if other := sorted(kind for kind in problem.stored if not kind.startswith("affine4.")):
-        return f"reads 4-bit integers with scales and zero points; stored: {', '.join(other)}"
-    k = problem.size("k")
-    if k % 8:
-        return f"needs rows of x of whole 16 bytes: a multiple of 8 columns, not {k:,}"
-    if small := sorted(kind for kind in problem.stored if group_of(kind, k) < LEAST_GROUP):
-        return f"needs groups of {LEAST_GROUP} and more; stored: {', '.join(small)}"
-    return limits_of(W4)(device, problem)
+def _linear_limits(layout: str) -> Limits:
+    least = LEAST_GROUP[layout]
+
+    def limits(device: DeviceProfile, problem: Problem) -> str | None:
+        if reason := _elsewhere(device):
+            return reason
+        if other := sorted(kind for kind in problem.stored if not kind.startswith(STORED[layout])):
+            return f"reads {READS[layout]}; stored: {', '.join(other)}"
+        k = problem.size("k")
+        if k % 8:
+            return f"needs rows of x of whole 16 bytes: a multiple of 8 columns, not {k:,}"
+        if small := sorted(kind for kind in problem.stored if group_of(kind, k) < min(least, k)):
+            return f"needs groups of {least} and more; stored: {', '.join(small)}"
+        return limits_of(layout)(device, problem)
+
+    return limits
 
 
 def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    for part, kernel in (("linear:gate_up", LINEAR), ("gated_activation", "triton.gated_activation")):
-        if (found := dict(problem.parts).get(part)) != kernel:
-            return f"does what {LINEAR} and triton.gated_activation do; the plan has {found or 'no kernel'} for {part}"
+    needed = {"linear:gate_up": (LINEAR_W4, LINEAR_W8), "gated_activation": ("triton.gated_activation",)}
+    for part, kernels in needed.items():
+        if (found := dict(problem.parts).get(part)) not in kernels:
+            names = " and ".join(" or ".join(names) for names in needed.values())
+            return f"does what {names} do; the plan has {found or 'no kernel'} for {part}"
     size = problem.size("n") // 2
     return f"needs a multiple of {BLOCK_N} outputs of gate and up each, not {size:,}" if size % BLOCK_N else None
 
@@ -68,12 +80,12 @@ def _delta_limits(device: DeviceProfile, problem: Problem) -> str | None:
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.nvrtc import linear_w4
+    from offroad.nvrtc import linear_by_rows
     from offroad.triton_kernels import dependent
     from offroad.triton_kernels.linear_run import card_of
 
-    dependent.allow(linear_w4.MOST)
-    return partial(getattr(linear_w4, problem.op), on=card_of(device))
+    dependent.allow(linear_by_rows.MOST)
+    return partial(getattr(linear_by_rows, problem.op), on=card_of(device))
 
 
 def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
@@ -101,21 +113,24 @@ BFLOAT16 = frozenset({"bfloat16"})
 
 
 def register(registry: Registry) -> None:
-    """Adds the linear and Gated DeltaNet; their ops must be there."""
-    linear = TritonKernel(
-        LINEAR,
-        "linear",
-        _bind_linear,
-        _linear_limits,
-        _linear_shared,
-        features=frozenset({"bias"}),
-        dtypes=BFLOAT16,
-        layout=W4,
-        reason=FOR_LINEARS,
-        cost=0.9,
-        invariant=False,
-        workspace=workspace,
-    )
+    """Adds the linears and Gated DeltaNet; their ops must be there."""
+    linears = [
+        TritonKernel(
+            name,
+            "linear",
+            _bind_linear,
+            _linear_limits(layout),
+            _linear_shared,
+            features=frozenset({"bias"}),
+            dtypes=BFLOAT16,
+            layout=layout,
+            reason=FOR_LINEARS[layout],
+            cost=0.9,
+            invariant=False,
+            workspace=workspace,
+        )
+        for name, layout in ((LINEAR_W4, W4), (LINEAR_W8, W8))
+    ]
     rule = TritonKernel(
         DELTA,
         "gated_delta",
@@ -128,7 +143,7 @@ def register(registry: Registry) -> None:
         cost=0.9,
         temporary=delta.chunk_bytes,
     )
-    for kernel in (linear, rule):
+    for kernel in (*linears, rule):
         registry.add(kernel)
 
 

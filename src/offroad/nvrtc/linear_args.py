@@ -1,4 +1,4 @@
-"""What Hopper's linears over 4-bit integers have in common: how x, scales and gates become arguments."""
+"""What Hopper's linears have in common: how x, scales and gates become arguments."""
 
 from __future__ import annotations
 

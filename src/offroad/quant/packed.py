@@ -78,7 +78,7 @@ def spread(scales: torch.Tensor, group: int, k: int) -> torch.Tensor:
 
 def group_of(kind: str, k: int) -> int:
     """Columns that share a scale in a weight stored as `kind` (`layout.detail`), of k columns; 1: not quantised."""
-    if found := re.search(r"-g(\d+)|block\d+x(\d+)", kind):
+    if found := re.search(r"[-.]g(\d+)|block\d+x(\d+)", kind):
         return int(found.group(1) or found.group(2))
     if "mxfp" in kind:
         return 32

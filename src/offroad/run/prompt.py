@@ -9,7 +9,7 @@ from offroad.run.graphs import Forward
 from offroad.sample.logprobs import prompt_logprobs
 from offroad.schedule.step import PromptLogprobs, Step
 
-SCORED = 32  # tokens whose logits are there at once: bounds their memory, which the plan has counted for sampled tokens only
+SCORED = 32  # tokens at once: bounds the memory of logits, which the plan has counted for sampled tokens only
 
 
 def score_prompts(step: Step, ran: Forward, arrays: Arrays) -> dict[int, PromptLogprobs]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sm70_emulated import built
 
-from offroad.nvrtc import launch, linear_few, linear_hopper, linear_w4
+from offroad.nvrtc import launch, linear_by_rows, linear_few, linear_hopper
 from offroad.nvrtc.compile import FOLDER, Source
 from offroad.triton_kernels.linear_pack import Records
 from offroad.triton_kernels.linear_run import Card
@@ -110,7 +110,7 @@ def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
 
 
 class Emulated:
-    """`linear_w4.product` on the CPU, with counters of its own."""
+    """`linear_by_rows.product` on the CPU, with counters of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch, self.memory = monkeypatch, Memory()
@@ -128,7 +128,7 @@ class Emulated:
         )
         for module in (linear_few, linear_hopper):
             self.monkeypatch.setattr(module, "card", lambda _: Card(blocks, wgmma=True))
-        y = linear_w4.product(x, weight, gate)
+        y = linear_by_rows.product(x, weight, gate)
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y

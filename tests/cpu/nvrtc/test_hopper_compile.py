@@ -48,12 +48,18 @@ def registers_moved(file: str) -> tuple[int, int]:
 # Tokens, strips of a block, and how weights are stored: as of Qwen3.5-27B and Gemma-4-31B on 132 SMs.
 FEW = [(8, 3, Kind()), (8, 8, Kind(4)), (8, 18, Kind(gate="silu")), (8, 22, Kind(4, gate="gelu_tanh"))]
 FEW += [(16, 3, Kind()), (16, 18, Kind(gate="silu")), (8, 20, Kind(minima=True)), (16, 20, Kind(minima=True))]
+FEW += [(tokens, *of) for tokens in (8, 16) for of in ((3, Kind(bits=8)), (18, Kind(gate="silu", bits=8)))]
 FEW_MORE = [
     (tokens, strips, Kind(fold, scales, minima, gate))
     for tokens, strips, fold, scales, minima, gate in product(
         (8, 16), (1, 5, 18, 20, 32), (1, 2, 4), range(3), MINIMA, GATES
     )
     if not (tokens == 16 and minima and fold > 1) and not (gate and strips % 2)
+]
+FEW_MORE += [
+    (tokens, strips, Kind(1, scales, False, gate, 8))
+    for tokens, strips, scales, gate in product((8, 16), (1, 3, 5, 8, 10, 18, 22, 24), range(3), GATES)
+    if not (gate and strips % 2)
 ]
 
 

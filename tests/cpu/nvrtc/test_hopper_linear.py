@@ -22,31 +22,45 @@ pytestmark = needs_compiler
 GRIDS = (1, 3, 5, 7)  # blocks: a tile has one, two or more of them
 
 
+FINITE = torch.tensor([byte for byte in range(256) if byte % 128 != 127], dtype=torch.uint8)  # of e4m3
+
+
 @dataclass(frozen=True)
 class Case:
     rows: int
     n: int
     k: int
-    group: int  # 0: all of k
+    group: int  # 0: all of k; of e4m3, else scales are of 128 outputs too
     scales: torch.dtype = torch.bfloat16
     minima: int = 0  # zero points are up to that far from 8
     bias: bool = False
     gate: str = ""
+    e4m3: bool = False
 
     def weight(self) -> Records:
         random = torch.Generator().manual_seed(self.n)
         group = self.group or self.k
-        q = torch.randint(0, 256, (self.n, self.k // 2), generator=random, dtype=torch.uint8)
-        bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 14}[self.scales]  # and 4 of a zero point
-        numbers = torch.randint(2 ** (bits - 1), 2**bits, (self.n, -(-self.k // group)), generator=random)
-        largest = max(8, self.minima)  # sums are near 1
-        s = numbers * 2.0 ** (-bits - (largest**2 * self.k).bit_length() // 2 + 1)
-        zero = torch.randint(8 - self.minima, 8 + self.minima, s.shape, generator=random) if self.minima else 8
+        s = self._scales(random, -(-self.k // group))
         bias = torch.randn(self.n, generator=random).bfloat16() if self.bias else None
-        made = pack(Packed("affine4", self.n, self.k, {"q": q, "s": s, "m": -s * zero}, group, bias))
+        if self.e4m3:
+            q = FINITE[torch.randint(0, len(FINITE), (self.n, self.k), generator=random)].view(torch.float8_e4m3fn)
+            made = pack(Packed("fp8", self.n, self.k, {"q": q, "s": s}, group, bias))
+        else:
+            q = torch.randint(0, 256, (self.n, self.k // 2), generator=random, dtype=torch.uint8)
+            zero = torch.randint(8 - self.minima, 8 + self.minima, s.shape, generator=random) if self.minima else 8
+            made = pack(Packed("affine4", self.n, self.k, {"q": q, "s": s, "m": -s * zero}, group, bias))
         assert made.tensors["s"].dtype == self.scales
         assert ("m" in made.tensors) == (self.minima > 0)
         return made
+
+    def _scales(self, random: torch.Generator, groups: int) -> torch.Tensor:
+        """By which sums are near 1."""
+        bits = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 14}[self.scales]  # and 4 of a zero point
+        largest = 128 if self.e4m3 else max(8, self.minima)
+        one = 2.0 ** (-bits - (largest**2 * self.k).bit_length() // 2 + 1)
+        rows = -(-self.n // 128) if self.e4m3 and self.group else self.n
+        s = one * torch.randint(2 ** (bits - 1), 2**bits, (rows, groups), generator=random)
+        return s if rows == self.n else s.repeat_interleave(128, dim=0)[: self.n]
 
     def x(self) -> torch.Tensor:
         """In memory that goes on behind its last row."""
@@ -79,6 +93,12 @@ CASES = (
     Case(64, 700, 904, 64, torch.float32, bias=True),
     Case(32, 384, 776, 32, minima=8, gate="gelu_tanh"),
     Case(33, 640, 648, 128, bias=True, gate="silu"),
+    Case(1, 64, 128, 128, e4m3=True),
+    Case(5, 257, 904, 0, torch.float32, e4m3=True),
+    Case(8, 700, 1160, 128, bias=True, e4m3=True),
+    Case(7, 1024, 648, 128, torch.float32, gate="silu", e4m3=True),
+    Case(16, 1100, 904, 128, torch.float16, bias=True, e4m3=True),
+    Case(12, 384, 776, 256, gate="gelu_tanh", e4m3=True),
 )
 LONG = CASES[9]  # two tiles of 10 steps, the second of a few outputs: 7 blocks have three or four of a tile
 
@@ -150,6 +170,16 @@ def test_as_the_reference_and_the_same_in_any_order(case: Case, monkeypatch):
         assert all(torch.equal(y, found[0]) for y in found), blocks
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_numbers_in_e4m3_are_exact(rows: int, monkeypatch):
+    """All of them, those below 2^-6 too: y is columns of the weight."""
+    codes = FINITE[torch.arange(256 * 128).view(256, 128) % len(FINITE)].view(torch.float8_e4m3fn)
+    weight = pack(Packed("fp8", 256, 128, {"q": codes, "s": torch.ones(256, 1)}, 128))
+    emulated, columns = Emulated(monkeypatch), torch.arange(128).view(-1, rows)
+    found = [emulated(torch.eye(128)[some].bfloat16(), weight, 3) for some in columns]
+    assert torch.equal(torch.cat(found).T.float(), codes.float())
+
+
 def test_a_map_that_has_more_columns_than_x_is_noticed(monkeypatch):
     """Codes behind the last column are 0, which is no weight of 0: x is 0 there."""
     emulated, x, weight = Emulated(monkeypatch), LONG.x(), LONG.weight()
@@ -197,6 +227,18 @@ MISSED_OF_FEW = {
     "zero points": (3, "            if (MINIMA && last) {", "            if (false) {", "wrong"),
     "the last outputs": (3, "        if (output >= width(p)) continue;\n", "", "outside of y"),
 }
+
+
+EIGHT_BITS = Case(3, 1500, 776, 128, e4m3=True)
+MISSED_OF_8_BITS = {
+    "the upper outputs": (3, "words[i % WORDS]", "words[0]", "wrong"),
+    "k's that are 8 further": (3, "i >= 2", "false", "wrong"),
+}
+
+
+@pytest.mark.parametrize("missed", MISSED_OF_8_BITS)
+def test_what_is_left_out_of_8_bits_is_missed(missed: str, monkeypatch):
+    left_out(EIGHT_BITS, MISSED_OF_8_BITS[missed], monkeypatch)
 
 
 @pytest.mark.parametrize("missed", MISSED_OF_FEW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,17 @@ import pytest
 from offroad.device.profile import DeviceProfile, load_profile
 from offroad.engine import make_plan
 from offroad.nvrtc import hopper
+from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
+from offroad.quant.packed import FP8_BLOCKS
 from offroad.settings import Settings
-from offroad.weights.locate import open_path
+from offroad.triton_kernels.linear import W8A8
+from offroad.weights.dummy import DummySource
 
 CONFIG = Path(__file__).parents[3] / "benchmarks" / "configs" / "qwen3.5-27b.json"
 H200 = load_profile("h200-141gb")
-GATED = (("linear:gate_up", hopper.LINEAR), ("gated_activation", "triton.gated_activation"))
+GATED = (("linear:gate_up", hopper.LINEAR_W4), ("gated_activation", "triton.gated_activation"))
 
 
 def linear(**changes) -> Problem:
@@ -43,9 +47,14 @@ def probed(**tools: str) -> DeviceProfile:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        (hopper.LINEAR, linear()),
-        (hopper.LINEAR, linear(stored=("affine4.ct-g32", "affine4.ct-g32"), phase="prefill")),
+        (hopper.LINEAR_W4, linear()),
+        (hopper.LINEAR_W4, linear(stored=("affine4.ct-g32", "affine4.ct-g32"), phase="prefill")),
+        (hopper.LINEAR_W8, linear(stored=(FP8_BLOCKS, FP8_BLOCKS))),
+        (hopper.LINEAR_W8, linear(stored=("fp8.channel", "fp8.tensor"), features=frozenset({"bias"}))),
+        (hopper.LINEAR_W8, linear(stored=("fp8.g256",), phase="prefill")),
+        (hopper.LINEAR_W8, linear(sizes=(("n", 200), ("k", 72)), stored=("fp8.channel",))),
         (hopper.GATED, gated()),
+        (hopper.GATED, gated(parts=(("linear:gate_up", hopper.LINEAR_W8), GATED[1]))),
         (hopper.DELTA, delta()),
         (hopper.DELTA, delta(("sigmoid", "replay"), value_heads=32)),
     ],
@@ -59,13 +68,22 @@ def test_what_they_take(name: str, problem: Problem):
 @pytest.mark.parametrize(
     ("name", "problem", "reason"),
     [
-        (hopper.LINEAR, linear(dtype="float16"), "bfloat16"),
-        (hopper.LINEAR, linear(stored=("gguf.q4_k",)), "gguf.q4_k"),
-        (hopper.LINEAR, linear(stored=("affine4.ct-g128", "bf16")), "bf16"),
-        (hopper.LINEAR, linear(stored=("affine4.ct-g16",)), "groups of 32"),
-        (hopper.LINEAR, linear(sizes=(("n", 64), ("k", 1156)), stored=("affine4.ct-g128",)), "multiple of 8"),
+        (hopper.LINEAR_W4, linear(dtype="float16"), "bfloat16"),
+        (hopper.LINEAR_W4, linear(stored=("gguf.q4_k",)), "gguf.q4_k"),
+        (hopper.LINEAR_W4, linear(stored=("affine4.ct-g128", "bf16")), "bf16"),
+        (hopper.LINEAR_W4, linear(stored=("affine4.ct-g16",)), "groups of 32"),
+        (hopper.LINEAR_W4, linear(sizes=(("n", 64), ("k", 1156)), stored=("affine4.ct-g128",)), "multiple of 8"),
+        (hopper.LINEAR_W8, linear(), "reads numbers in e4m3"),
+        (hopper.LINEAR_W8, linear(stored=(FP8_BLOCKS,), dtype="float16"), "bfloat16"),
+        (hopper.LINEAR_W8, linear(stored=(FP8_BLOCKS, "bf16")), "bf16"),
+        (hopper.LINEAR_W8, linear(stored=("affine8.ct-g128",)), "affine8.ct-g128"),
+        (hopper.LINEAR_W8, linear(stored=("fp8.block64x64",)), "groups of 128"),
+        (hopper.LINEAR_W8, linear(stored=("fp8.mxfp8",)), "groups of 128"),
+        (hopper.LINEAR_W8, linear(stored=("fp8.g192",)), "a multiple of 128"),
+        (hopper.LINEAR_W8, linear(sizes=(("n", 64), ("k", 1156)), stored=(FP8_BLOCKS,)), "multiple of 8"),
         (hopper.GATED, gated(n=2 * 96), "multiple of 64"),
         (hopper.GATED, gated(parts=(("linear:gate_up", "triton.linear_w4"), GATED[1])), "triton.linear_w4"),
+        (hopper.GATED, gated(parts=(("linear:gate_up", W8A8), GATED[1])), W8A8),
         (hopper.DELTA, delta(("silu",)), "written at every token"),
         (hopper.DELTA, delta(key_dim=64), "128 by 128"),
         (hopper.DELTA, delta(kernel=3), "convolution of 4"),
@@ -79,30 +97,36 @@ def test_what_they_refuse(name: str, problem: Problem, reason: str):
 
 @pytest.mark.parametrize("name", ["rtx5090", "gb10", "v100-32gb"])
 def test_other_devices_have_none(name: str):
-    for kernel, problem in ((hopper.LINEAR, linear()), (hopper.DELTA, delta())):
+    eight = (hopper.LINEAR_W8, linear(stored=(FP8_BLOCKS,)))
+    for kernel, problem in ((hopper.LINEAR_W4, linear()), eight, (hopper.DELTA, delta())):
         assert not default_registry().kernels[kernel].check(load_profile(name), problem).ok
 
 
 def test_a_machine_without_nvrtc_says_how_to_have_it():
-    verdict = default_registry().kernels[hopper.LINEAR].check(probed(), linear())
+    verdict = default_registry().kernels[hopper.LINEAR_W4].check(probed(), linear())
     assert not verdict.ok
     assert "pip install 'offroad[sm70]'" in verdict.reason
 
 
 def test_sums_of_a_row_depend_on_the_number_of_rows():
-    assert not default_registry().invariant(hopper.LINEAR)
+    assert not any(default_registry().invariant(name) for name in (hopper.LINEAR_W4, hopper.LINEAR_W8))
 
 
-def test_a_plan_has_them_for_what_is_stored_in_4_bits():
-    made = make_plan(Settings.of(model="qwen3.5-27b", device="h200-141gb"), open_path(CONFIG))
-    linears = {cell.op.removeprefix("linear:"): choice.kernel for cell, choice in made.cells.items()}
-    assert {linears[name] for name in ("gate_up", "down", "qkvz", "qkv", "o")} == {hopper.LINEAR}
-    assert hopper.LINEAR not in {linears[name] for name in ("head", "ba")}
+def planned(scheme: str, **settings) -> Plan:
+    source = DummySource(json.loads(CONFIG.read_text()), "cpu", scheme)
+    return make_plan(Settings.of(model="dummy", device="h200-141gb", **settings), source)
+
+
+@pytest.mark.parametrize(("scheme", "kernel"), [("w4a16-g128", hopper.LINEAR_W4), ("fp8-block", hopper.LINEAR_W8)])
+def test_a_plan_has_them_for_what_is_stored_in_4_bits_or_in_e4m3(scheme: str, kernel: str):
+    linears = {cell.op.removeprefix("linear:"): choice.kernel for cell, choice in planned(scheme).cells.items()}
+    assert {linears[name] for name in ("gate_up", "down", "qkvz", "qkv", "o")} == {kernel}
+    assert not any(linears[name].startswith("hopper.") for name in ("head", "ba"))
     assert linears["gated_linear"] == hopper.GATED
     assert linears["gated_delta"] == hopper.DELTA
 
 
-def test_a_plan_that_keeps_rows_apart_has_none():
-    settings = Settings.of(model="qwen3.5-27b", device="h200-141gb", batch_invariant=True)
-    made = make_plan(settings, open_path(CONFIG))
+@pytest.mark.parametrize("scheme", ["w4a16-g128", "fp8-block"])
+def test_a_plan_that_keeps_rows_apart_has_none(scheme: str):
+    made = planned(scheme, batch_invariant=True)
     assert not any(choice.kernel.startswith("hopper.") for choice in made.cells.values())

@@ -47,16 +47,19 @@ def verdict(n: int = 4096, k: int = 5120, stored: tuple[str, ...] = ("fp8.block1
 
 
 def test_it_is_taken_in_both_phases_where_it_is_asked_for_and_nowhere_else():
-    """By weights that are kept as fp8; the dense ones beside them keep their kernels."""
+    """By weights that are kept as fp8; the dense ones beside them keep their kernels. The activation is behind sums of
+    the same family's kernels."""
     plan, plain = planned(kernel=[ASKED]), planned()
     taken = {cell.op for cell, choice in plan.cells.items() if choice.kernel == W8A8}
     assert taken == LINEARS
     for cell, choice in plan.cells.items():
         if cell.op in LINEARS:
             assert (choice.kernel, choice.layout) == (W8A8, "triton.w8")
-            assert plain.cells[cell].kernel == "triton.linear_w8"
+            assert plain.cells[cell].kernel == "hopper.linear_w8"
             reasons = {refusal.kernel: refusal.reason for refusal in plain.cells[cell].refused}
             assert f"--kernel {ASKED}" in reasons[W8A8]
+        elif cell.op == "gated_linear":
+            assert (choice.kernel, plain.cells[cell].kernel) == ("triton.gated_linear", "hopper.gated_linear")
         else:
             assert choice.kernel == plain.cells[cell].kernel
     assert plan.fingerprint != plain.fingerprint

@@ -103,6 +103,7 @@ def test_groups_are_not_cut():
         ("bf16", 1),
         ("affine4.gptq-g64+order", 64),
         ("fp8.block128x128", 128),
+        ("fp8.g64", 64),
         ("fp8.tensor", 256),
         ("fp4.nvfp4", 16),
         ("fp4.mxfp4", 32),

@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from offroad.engine import attach, make_plan
-from offroad.nvrtc.hopper import LINEAR
+from offroad.nvrtc.hopper import LINEAR_W4, LINEAR_W8
 from offroad.ops.bound import Ops
 from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
@@ -42,12 +42,13 @@ DENSE = dict(intermediate_size=384)
 QWEN3 = ("qwen3-8b", SMALL | DENSE | dict(num_hidden_layers=2))
 HYBRID = SMALL | DENSE | QWEN | dict(num_hidden_layers=4, mtp_num_hidden_layers=0)
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3}'
-TRITON = dict(kernel=("linear@affine4=triton.linear_w4",))
+TRITON = dict(kernel=("linear@affine4=triton.linear_w4", "linear@fp8=triton.linear_w8"))
 CASES: dict[str, tuple[str, dict, str, dict]] = {
     "qwen3 invariant": (*QWEN3, "w4a16-g128", dict(batch_invariant=True)),
-    "qwen3 drafts": (*QWEN3, "fp8-block", dict(speculative_config=NGRAM)),
+    "qwen3 drafts": (*QWEN3, "fp8-block", TRITON | dict(speculative_config=NGRAM)),
     "qwen3 w8a8": (*QWEN3, "fp8-block", dict(kernel=("linear@fp8=triton.linear_w8a8",))),
     "qwen3.5": ("qwen3.5-27b", HYBRID, "w4a16-g128", TRITON),
+    "qwen3 hopper": (*QWEN3, "fp8-block", dict(speculative_config=NGRAM)),
     "qwen3.5 hopper": ("qwen3.5-27b", HYBRID, "w4a16-g128", {}),
     "moe": (
         "qwen3.5-35b-a3b",
@@ -157,7 +158,7 @@ def shared_memory(plan: Plan) -> tuple[int, int, int, int]:
     packed = [
         choice.problem
         for choice in plan.cells.values()
-        if choice.kernel in ("triton.linear_w4", "triton.linear_w8", LINEAR)
+        if choice.kernel in ("triton.linear_w4", "triton.linear_w8", LINEAR_W4, LINEAR_W8)
     ]
     pieces = [
         2 * problem.size("k") * dense_outputs(problem.size("n"), problem.size("k"), 2, most) for problem in packed

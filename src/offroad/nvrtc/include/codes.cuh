@@ -1,4 +1,4 @@
-// What kernels over weights of 4 bits have in common, specialised by SCALES (0: bf16, 1: fp16, 2: fp32) and GATE (0: none,
+// What kernels over packed weights have in common, specialised by SCALES (0: bf16, 1: fp16, 2: fp32) and GATE (0: none,
 // 1: silu, 2: gelu_tanh).
 #pragma once
 #include "bf16.cuh"

@@ -1,17 +1,17 @@
-// y = x W^T for up to TOKENS tokens over weights of 4 bits, in bf16, for Hopper: a stream of weights. A strip is 16 outputs,
-// of which a record (linear_pack.py) has 1 KB for 128 k's, in the order of the registers of a matrix operand. A block has
-// STRIPS of them over all of k, so that nothing is added between blocks.
+// y = x W^T for up to TOKENS tokens over weights of 4 or 8 bits, in bf16, for Hopper: a stream of weights. A strip is 16
+// outputs, of which a record (linear_pack.py) has 1 or 2 KB for 128 k's, in the order of the registers of a matrix operand.
+// A block has STRIPS of them over all of k, so that nothing is added between blocks.
 //
 // Its first warps multiply, the last ones start copies. A slot of shared memory has one unit of 128 k's: x and the block's
 // strips. GROUPS warps share a unit, each has some of the strips; so many slots are on their way as there is room for,
 // weights before the kernel before this one, which writes x, has ended. A slot is of the same warps always: one that came
-// to it a turn too early would not know that from its parity. Codes become whole numbers in bf16, exactly; sums of each
-// group of k's are multiplied by its scale in fp32. At the end what warps have of different units is added, always in the
-// same order.
+// to it a turn too early would not know that from its parity. Codes become numbers in bf16, exactly; sums of each group of
+// k's are multiplied by its scale in fp32. At the end what warps have of different units is added, always in the same order.
 //
-// Specialised by TOKENS (8, 16), STRIPS, GROUPS, SLOTS, FOLD (scales that 128 k's have), SCALES (0: bf16, 1: fp16, 2:
-// fp32), MINIMA (zero points, as multiples of the scale) and GATE (0: y is the product; 1, 2: act(gate) * up, act silu,
-// gelu_tanh, of a weight whose first half of outputs is the gate's: half of the strips are of the gate, half of up).
+// Specialised by TOKENS (8, 16), STRIPS, GROUPS, SLOTS, BITS (4: whole numbers; 8: e4m3), FOLD (scales that 128 k's have; 1
+// of 8 bits), SCALES (0: bf16, 1: fp16, 2: fp32), MINIMA (zero points, as multiples of the scale; 0 of 8 bits) and GATE (0:
+// y is the product; 1, 2: act(gate) * up, act silu, gelu_tanh, of a weight whose first half of outputs is the gate's: half
+// of the strips are of the gate, half of up).
 #include "codes.cuh"
 #include "hopper.cuh"
 
@@ -19,10 +19,12 @@ constexpr int WARPS = 16, SPLITS = WARPS / GROUPS, PRODUCERS = SPLITS < 8 ? SPLI
 constexpr int OWN = (STRIPS + GROUPS - 1) / GROUPS;  // strips of a warp
 constexpr int OUTPUTS = 16 * (GATE ? STRIPS / 2 : STRIPS);  // of y, of a block
 constexpr int HALF_X = TOKENS * 128, SCALE_SIZE = SCALES == 2 ? 4 : 2;
-constexpr int CODES_AT = 2 * HALF_X, SCALES_AT = CODES_AT + STRIPS * 1024;
+constexpr int STRIP = BITS * 256, RECORD = 4 * STRIP;  // bytes, for 128 k's
+constexpr int CODES_AT = 2 * HALF_X, SCALES_AT = CODES_AT + STRIPS * STRIP;
 constexpr int MINIMA_AT = SCALES_AT + FOLD * STRIPS * 16 * SCALE_SIZE;
 constexpr int SLOT = (MINIMA_AT + (MINIMA ? FOLD * STRIPS * 32 : 0) + 1023) / 1024 * 1024;
 constexpr int BARRIERS_AT = SLOTS * SLOT;
+static_assert(BITS == 4 || (BITS == 8 && FOLD == 1 && !MINIMA), "of e4m3: no zero points, one scale");
 static_assert(1024 + BARRIERS_AT + 16 * SLOTS == SHARED_BYTES, "what Python reserves");
 static_assert(SLOTS % SPLITS == 0 && SPLITS % PRODUCERS == 0, "a slot's warps");
 constexpr int PITCH = TOKENS + 2;  // of sums, so that lanes read others' banks
@@ -30,7 +32,7 @@ static_assert(SPLITS * STRIPS * 16 * PITCH * 4 <= BARRIERS_AT, "sums take the pl
 
 struct Args {
     TensorMap x;       // [rows, k], boxes of TOKENS rows and 64 k's
-    const u8* codes;   // [padded / 64, units, 4096 bytes]
+    const u8* codes;   // [padded / 64, units, RECORD bytes]
     const u8* scales;  // [groups, padded]
     const u8* minima;  // the same, int16
     const u16* bias;   // [n]
@@ -49,11 +51,11 @@ __device__ __forceinline__ int width(const Args& p) { return GATE ? p.n / 2 : p.
 __device__ __forceinline__ void copy_strips(const Args& p, unsigned char* slot, int to, int output, int count, int unit, u64* barrier) {
     constexpr int EACH = OUTPUTS / 16, RECORDS = EACH % 4 ? (EACH + 6) / 4 : EACH / 4;  // that have some of them
     const int first = EACH % 4 ? output / 16 % 4 : 0, group = FOLD > 1 ? unit * FOLD : unit / p.group_units;
-    const u8* from = p.codes + ((i64)(output / 64) * p.units + unit) * 4096;
+    const u8* from = p.codes + ((i64)(output / 64) * p.units + unit) * RECORD;
 #pragma unroll
-    for (int r = 0; r < RECORDS; r++, from += (i64)p.units * 4096) {
+    for (int r = 0; r < RECORDS; r++, from += (i64)p.units * RECORD) {
         const int begin = max(4 * r - first, 0), end = min(4 * r + 4 - first, count);
-        if (begin < end) copy_once(slot + CODES_AT + (to + begin) * 1024, from + (r ? 0 : first * 1024), (end - begin) * 1024, barrier);
+        if (begin < end) copy_once(slot + CODES_AT + (to + begin) * STRIP, from + (r ? 0 : first * STRIP), (end - begin) * STRIP, barrier);
     }
 #pragma unroll
     for (int f = 0; f < FOLD; f++) {
@@ -73,7 +75,7 @@ struct Producer {
     bool chosen;
 
     __device__ __forceinline__ void weights(int unit, int slot) const {
-        const int strips = count * (GATE ? 2 : 1), each = 1024 + FOLD * 16 * (SCALE_SIZE + (MINIMA ? 2 : 0));
+        const int strips = count * (GATE ? 2 : 1), each = STRIP + FOLD * 16 * (SCALE_SIZE + (MINIMA ? 2 : 0));
         if (!chosen) return;
         arrive_expecting(full + slot, 2 * HALF_X + strips * each);
 #pragma unroll 1
@@ -105,22 +107,37 @@ struct Producer {
 
 typedef float Sums[OWN][TOKENS / 2];
 
+constexpr int WORDS = BITS / 4;  // that a lane has of a strip and 16 k's; of 8 bits one of each half of the outputs
+
+// What a lane has of a strip and 16 k's, in bf16: a left operand.
+__device__ __forceinline__ void widen(u32 (&a)[4], const u32 (&words)[WORDS]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (BITS == 4) a[i] = plus(masked(words[0] >> 4 * i), 0xC308C308u);
+        else a[i] = widened(words[i % WORDS], i >= 2);
+    }
+}
+
 // Adds a strip's products over one unit, whose x a warp has in registers: of 8 tokens, of 32 k's. `ones`: sums of x.
 __device__ __forceinline__ void add_strip(float (&sums)[TOKENS / 2], const unsigned char* slot, int strip,
                                           const u32 (&x)[TOKENS / 8][4][4], const float (&ones)[FOLD][TOKENS / 8][2]) {
     const int lane = threadIdx.x % 32;
-    constexpr int PARTS = FOLD > 2 ? FOLD : 2;  // with sums of their own
-    const uint4* at = reinterpret_cast<const uint4*>(slot + CODES_AT + strip * 1024) + lane;
-    const uint4 near = at[0], far = at[32];
-    const u32 codes[8] = {near.x, near.y, near.z, near.w, far.x, far.y, far.z, far.w};
+    constexpr int PARTS = BITS == 8 ? 1 : FOLD > 2 ? FOLD : 2;  // with sums of their own: one takes fewest registers
+    const uint4* at = reinterpret_cast<const uint4*>(slot + CODES_AT + strip * STRIP) + lane;
+    u32 words[8][WORDS];
+#pragma unroll
+    for (int i = 0; i < 2 * WORDS; i++) {
+        const uint4 some = at[i * 32];
+        const int j = i / WORDS * 4, w = i % WORDS;
+        words[j][w] = some.x, words[j + 1][w] = some.y, words[j + 2][w] = some.z, words[j + 3][w] = some.w;
+    }
 #pragma unroll
     for (int part = 0; part < PARTS; part++) {
         float found[TOKENS / 2] = {};
 #pragma unroll
         for (int j = part * 8 / PARTS; j < (part + 1) * 8 / PARTS; j++) {
             u32 a[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) a[i] = plus(masked(codes[j] >> 4 * i), 0xC308C308u);
+            widen(a, words[j]);
 #pragma unroll
             for (int t = 0; t < TOKENS / 8; t++) add_product(found + t * 4, a, x[t][j / 2][j % 2 * 2], x[t][j / 2][j % 2 * 2 + 1]);
         }

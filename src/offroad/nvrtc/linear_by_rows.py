@@ -1,5 +1,5 @@
-"""Linears over 4-bit integers on Hopper, by the number of tokens: which kernel has them. What none of Hopper's has goes
-to Triton's, which read the same records.
+"""Linears over 4-bit integers and e4m3 on Hopper, by the number of tokens: which kernel has them. What none of Hopper's
+has goes to Triton's, which read the same records.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
 
 def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:
     """Whether one of Hopper's kernels has so many rows of x, in bf16, and columns of y."""
-    if not isinstance(weight, Records) or weight.kind != "int4" or not 0 < rows <= MOST:
+    if not isinstance(weight, Records) or weight.kind not in linear_few.BITS or not 0 < rows <= MOST:
         return False
     return rows > linear_few.MOST or linear_few.takes(rows, weight, outputs, on.sms)
 
