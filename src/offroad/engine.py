@@ -34,6 +34,7 @@ from offroad.schedule.request import Request, SequenceState, Stats, TokenEvent
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.standing import standings
 from offroad.schedule.step import Step
+from offroad.schedule.turns import Turns
 from offroad.settings import Settings
 from offroad.speculate.attach import attach
 from offroad.speculate.config import drafting
@@ -155,7 +156,7 @@ class Engine:
             max_waiting=self.settings.max_waiting,
             depth=p.depth,
             drafter=p.drafter.method if p.drafter else "",
-            turn_tokens=p.graphs.turn_tokens,
+            turns=Turns(p.graphs.turn_tokens, p.graphs.turn_from),
         )
 
     def _info(self, seconds: float, vocab: int) -> EngineInfo:

@@ -24,6 +24,7 @@ from offroad.run.chunk_graphs import ChunkGraphs  # noqa: E402
 from offroad.run.graphs import Graphs  # noqa: E402
 from offroad.schedule.request import Request  # noqa: E402
 from offroad.schedule.step import Step  # noqa: E402
+from offroad.schedule.turns import Turns  # noqa: E402
 from offroad.settings import Settings  # noqa: E402
 from offroad.weights.dummy import DummySource  # noqa: E402
 
@@ -148,7 +149,7 @@ def test_prompts_beside_rows_that_decode_take_turns_with_them(name: str, tmp_pat
     runner = graphed.runner
     if runner.chunk_graphs is None:
         pytest.skip(f"no graphs: {graphed.plan.graphs.describe()}")
-    graphed.scheduler.turn_tokens = runner.chunk_graphs.sizes[-1]  # whatever the plan thinks of this device
+    graphed.scheduler.turns = Turns(runner.chunk_graphs.sizes[-1])  # whatever the plan thinks of this device
     chunks, rows = counted(runner.chunk_graphs), counted(runner.graphs)
     apart, together = shared_steps(graphed), shared_steps(eager)
     lengths = (1, 17, 33, 64, 100, 200)
@@ -284,7 +285,7 @@ def test_a_prompt_beside_16_rows_of_a_real_shape():
     for length in (20, 55, 200, 500):
         times = []
         for turns in (0, engine.runner.chunk_graphs.sizes[-1]):
-            engine.scheduler.turn_tokens = turns
+            engine.scheduler.turns = Turns(turns)
             times += [1e3 * value for value in first_and_eight(engine, prompt(length, 240000), 16)]
         print(
             f"  {length:>4} tokens beside 16 rows of 16 layers: first token {times[0]:6.1f} ms in a shared step, "

@@ -25,6 +25,10 @@ GRAPH_BYTES = 16 * 2**20
 # What an eager step takes the host for each layer: 15 to 18 ms for 16 layers (docs/perf/notes.md).
 HOST_SECONDS = 1e-3
 SHARE = 0.5  # of the roofline, that steps of few tokens have
+LONG, PIECE = (
+    32,
+    256,
+)  # of chunks beside which rows that decode had better not be, and what their tokens are a multiple of
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class GraphPlan:
 
     Empty `rows`: none are, for `reason`; empty `chunks`: steps of a chunk are eager, for `eager`. `nbytes` is an
     estimate of their memory, `chunk_bytes` those of chunks alone. Chunks of up to `turn_tokens` take turns with rows
-    that decode; a step of both is eager."""
+    that decode, a step of both being eager, and so do chunks of `turn_from` tokens or more in one step; 0: none."""
 
     rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
@@ -44,6 +48,7 @@ class GraphPlan:
     eager: str = ""
     chunk_bytes: int = 0
     turn_tokens: int = 0
+    turn_from: int = 0
 
     def describe(self) -> str:
         """A line for a person."""
@@ -53,6 +58,7 @@ class GraphPlan:
         turns = f"up to {self.turn_tokens}" if self.turn_tokens else "none"
         alone = f"a chunk of up to {chunks} tokens ({turns} in turn with rows that decode)"
         alone = alone if self.chunks else f"of a chunk none: {self.eager}"
+        alone += f"; chunks of {self.turn_from:,} tokens and more, eager, in turn with rows" if self.turn_from else ""
         return f"steps of up to {rows} rows of {widths} tokens, {alone}; about {self.nbytes / 1024**2:.0f} MiB"
 
     def without_chunks(self, eager: str) -> GraphPlan:
@@ -103,14 +109,17 @@ def fitted(graphs: GraphPlan, divide: Callable[[int], Budget]) -> tuple[GraphPla
     return (graphs, found) if found.max_len >= ENOUGH * without.max_len else (bare, without)
 
 
-def in_turns(graphs: GraphPlan, found: Costs | None, layers: int, sequences: int) -> GraphPlan:
+def in_turns(graphs: GraphPlan, found: Costs | None, layers: int, sequences: int, budget: int) -> GraphPlan:
     """With the largest chunk that had better take turns with rows that decode: the device reads all weights for either,
-    which must take less than the host does for an eager step of both. None where the device's rates are unknown."""
-    if found is None:
+    which must take less than the host does for an eager step of both. And with the fewest tokens of large steps, of up
+    to `budget`, that do better without such rows: a step of those takes LONG times less. None where the device's rates
+    are unknown, or rows are no graphs."""
+    if found is None or not graphs.rows:
         return graphs
     decode, host = found.decode(sequences, CONTEXT), layers * HOST_SECONDS
     fit = [size for size in graphs.chunks if (found.chunk(size) + decode) / SHARE <= host]
-    return replace(graphs, turn_tokens=max(fit, default=0))
+    large = (size for size in range(PIECE, budget + 1, PIECE) if found.chunk(size) >= LONG * decode)
+    return replace(graphs, turn_tokens=max(fit, default=0), turn_from=next(large, 0))
 
 
 def _host(cells: dict[Cell, Choice], registry: Registry, phase: str) -> str:

@@ -20,7 +20,7 @@ from offroad.schedule.fits import check_fits
 from offroad.schedule.job import Job
 from offroad.schedule.request import Request, Stats, TokenEvent
 from offroad.schedule.step import Kind, Step, StepResult
-from offroad.schedule.turns import lone_chunk
+from offroad.schedule.turns import Turns
 
 _COUNTS = (
     *("prompt_tokens", "prefill_tokens", "generated_tokens", "preemptions"),
@@ -32,9 +32,8 @@ _VERIFY, _CHUNK = int(Kind.VERIFY), int(Kind.CHUNK)
 class Scheduler:
     """Requests in by `submit`, steps out by `build`, events out by `commit` and `drain_events`.
 
-    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. Chunks of up to `turn_tokens`
-    take turns with the rows that decode; 0: they share steps. `max_chunk` may be lowered to bound each chunk. The
-    engine counts `seconds`.
+    `max_num_batched_tokens` bounds the tokens of a step, `depth` the steps in flight. `turns`: which chunks take turns
+    with the rows that decode. `max_chunk` may be lowered to bound each chunk. The engine counts `seconds`.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Scheduler:
         max_waiting: int,
         depth: int = 1,
         drafter: str = "",
-        turn_tokens: int = 0,
+        turns: Turns = Turns(),  # noqa: B008 - it is frozen
     ) -> None:
         self.config, self.cache = config, HybridCache(config)
         self.budget, self.max_waiting, self.depth = max_num_batched_tokens, max_waiting, depth
@@ -58,7 +57,7 @@ class Scheduler:
         self._refused: tuple[Job | None, tuple[int, int]] = (None, (0, 0))
         self.number = self.age = 0
         self.max_chunk = max_num_batched_tokens
-        self.turn_tokens = turn_tokens
+        self.turns = turns
         self.decodes_next = False  # the last step had no row that decodes
         self.seconds = 0.0
         self.drafts = DraftCounts(config.k, drafter)
@@ -175,13 +174,13 @@ class Scheduler:
 
     def _plan(self) -> tuple[list[Row], list[Row]]:
         """Verify rows and chunks. A turn of either that comes to nothing, for want of memory, is the other's."""
-        fed = self.turn_tokens and all(job.starved < 0 for job in self.running)  # else the oldest is first for memory
-        reading = [job for job in self.running if job.high < job.goal] if fed else []
-        chunk = lone_chunk(reading, self._chunk, self.budget, self.turn_tokens)
-        if chunk is None:
+        if any(job.starved >= 0 for job in self.running):  # the oldest is first for memory
+            return self._rows(self.running)
+        chunks = self.turns.chunks([job for job in self.running if job.high < job.goal], self._chunk, self.budget)
+        if not chunks:
             return self._rows(self.running)
         decoding = [job for job in self.running if job.high >= job.goal]
-        one, other = (decoding, [chunk]) if self.decodes_next else ([chunk], decoding)
+        one, other = (decoding, chunks) if self.decodes_next else (chunks, decoding)
         rows = self._rows(one)
         return rows if any(rows) else self._rows(other)
 

@@ -113,15 +113,30 @@ def costs_of(gigabytes: float, teraflops: float) -> Costs:
 )
 def test_chunks_take_turns_where_the_device_is_faster_than_the_host(gigabytes, teraflops, layers: int, most: int):
     graphs = GraphPlan((1,), (1,), "", chunks=chunk_sizes(8192))
-    found = in_turns(graphs, costs_of(gigabytes, teraflops), layers, 16)
+    found = in_turns(graphs, costs_of(gigabytes, teraflops), layers, 16, 512)
     assert found == replace(graphs, turn_tokens=most)
     assert f"tokens ({f'up to {most}' if most else 'none'} in turn with rows that decode); about" in found.describe()
 
 
 def test_no_chunk_takes_turns_without_rates_or_graphs():
     graphs = GraphPlan((1,), (1,), "", chunks=(16,))
-    assert in_turns(graphs, None, 64, 16) == graphs
-    assert in_turns(GraphPlan((1,), (1,)), costs_of(4800, 989), 64, 16).turn_tokens == 0
+    assert in_turns(graphs, None, 64, 16, 8192) == graphs
+    assert in_turns(GraphPlan(), costs_of(4800, 989), 64, 16, 8192) == GraphPlan()
+    assert in_turns(GraphPlan((1,), (1,)), costs_of(4800, 989), 64, 16, 512).turn_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "teraflops", "budget", "least"),
+    [
+        (4800, 989, 8192, 2048),  # 2.92 ms of reading, 52.1 us of operations a token: as long 32 times by 1,793
+        (4800, 989, 1536, 0),
+        (270, 59, 8192, 2048),  # 51.9 ms and 873 us: 1,901
+    ],
+)
+def test_chunks_of_large_steps_take_turns_that_cost_them_little(gigabytes, teraflops, budget: int, least: int):
+    found = in_turns(GraphPlan((1,), (1,), ""), costs_of(gigabytes, teraflops), 64, 16, budget)
+    assert found.turn_from == least
+    assert ("2,048 tokens and more, eager, in turn" in found.describe()) == (least == 2048)
 
 
 @pytest.mark.parametrize(("with_chunks", "kept"), [(1000, True), (900, True), (899, False), (0, False)])

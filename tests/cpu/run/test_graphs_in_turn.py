@@ -18,6 +18,7 @@ from offroad.run.graphs import Graphs
 from offroad.sample.params import SamplingParams
 from offroad.schedule.request import Request
 from offroad.schedule.step import Kind, Step
+from offroad.schedule.turns import Turns
 
 SIZES = (4, 16, 48)
 SETTINGS = dict(max_num_seqs=4, max_num_batched_tokens=64)
@@ -58,7 +59,7 @@ def with_graphs(engine: Engine) -> Steps:
 
     runner.graphs = Graphs(plan, runner.model, runner.ops["decode"], runner.arrays, recorder)
     runner.chunk_graphs = ChunkGraphs(SIZES, runner.model, runner.ops["prefill"], runner.arrays, recorder)
-    runner.launch, engine.scheduler.turn_tokens = noting, SIZES[-1]
+    runner.launch, engine.scheduler.turns = noting, Turns(SIZES[-1])
     return steps
 
 

@@ -16,6 +16,7 @@ from offroad.schedule.job import sequence_seed
 from offroad.schedule.request import Request
 from offroad.schedule.scheduler import Scheduler
 from offroad.schedule.step import StepResult
+from offroad.schedule.turns import Turns
 
 VOCAB = 7
 
@@ -31,13 +32,13 @@ class Sim:
         budget=16,
         depth=1,
         max_waiting=64,
-        turn_tokens=0,
+        turns=Turns(),
         seed=0,
         scheduler=Scheduler,
     ):
         self.family, self.depth, self.budget = family, depth, budget
         self.scheduler = scheduler(
-            config, max_num_batched_tokens=budget, max_waiting=max_waiting, depth=depth, turn_tokens=turn_tokens
+            config, max_num_batched_tokens=budget, max_waiting=max_waiting, depth=depth, turns=turns
         )
         self.salts: dict[int, str] = {}
         self.device = SimDevice(config, family, Random(seed), lambda start: self.salts[id(start.params)], VOCAB)
@@ -139,8 +140,11 @@ def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
         k=random.choice((0, 0, 3)),
         interval=random.choice((0, 8)),
     )
-    budget, turns = random.choice((2, 5, 16)), Random(f"turns {seed}").choice((0, 4, 16))
-    sim = Sim(config, family, budget=budget, depth=depth, turn_tokens=turns, seed=seed, scheduler=scheduler)
+    budget, turns = (
+        random.choice((2, 5, 16)),
+        Turns(*(Random(f"turns {seed}").choice(((0, 0), (4, 0), (16, 0), (4, 8), (0, 2), (0, 16))))),
+    )
+    sim = Sim(config, family, budget=budget, depth=depth, turns=turns, seed=seed, scheduler=scheduler)
     texts = [[random.randrange(VOCAB) for _ in range(20)] for _ in range(2)]
     for _ in range(random.randint(20, 60)):
         if random.random() < 0.4:

@@ -10,15 +10,15 @@ from simdevice import Family, config_of
 from simengine import FULL, Sim
 
 from offroad.schedule.step import Kind
-from offroad.schedule.turns import lone_chunk
+from offroad.schedule.turns import Turns
 
 HYBRID = Family(True, True)
 BOTH, CHUNK, VERIFY = "both", "chunk", "verify"
 
 
-def sim_of(family: Family = FULL, *, depth: int = 1, budget: int = 64, turn_tokens: int = 16, **sizes) -> Sim:
+def sim_of(family: Family = FULL, *, depth: int = 1, budget: int = 64, turns: Turns = Turns(16), **sizes) -> Sim:
     values = dict(history=120, k=0, window=40, slots=8, interval=0) | sizes
-    return Sim(config_of(family, **values), family, budget=budget, depth=depth, turn_tokens=turn_tokens)
+    return Sim(config_of(family, **values), family, budget=budget, depth=depth, turns=turns)
 
 
 def decoding(sim: Sim, count: int = 3, most: int = 30) -> None:
@@ -58,7 +58,7 @@ def test_a_short_prompt_has_the_next_step_and_rows_decode_in_the_one_behind(dept
 
 
 def test_without_graphs_of_chunks_all_rows_share_a_step():
-    sim = sim_of(turn_tokens=0)
+    sim = sim_of(turns=Turns())
     decoding(sim)
     sim.add([5] * 9, max_tokens=4)
     assert steps(sim, 3) == [BOTH, VERIFY, VERIFY]
@@ -139,10 +139,35 @@ def test_prompts_that_are_scored_share_a_step():
     job = lambda: SimpleNamespace(fresh=False)  # noqa: E731 - as many as are wanted
     scored = SimpleNamespace(fresh=True)
     one, two = job(), job()
-    assert lone_chunk([one, two], lambda _, room: 4, 64, 16) is one
-    assert lone_chunk([one, scored], lambda _, room: 4, 64, 16) is None
-    assert lone_chunk([one, two], lambda job, room: 0 if job is one else 4, 64, 16) is two
-    assert lone_chunk([one], lambda _, room: 0, 64, 16) is None
+    turns = Turns(16)
+    assert turns.chunks([one, two], lambda _, room: 4, 64) == [one]
+    assert turns.chunks([one, scored], lambda _, room: 4, 64) == []
+    assert turns.chunks([one, two], lambda job, room: 0 if job is one else 4, 64) == [two]
+    assert turns.chunks([one], lambda _, room: 0, 64) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("long", "expected"), [(24, [CHUNK, VERIFY, CHUNK, VERIFY]), (65, [BOTH, BOTH, VERIFY, VERIFY])]
+)
+def test_chunks_that_fill_a_large_step_do_without_rows_that_decode(depth: int, long: int, expected: list[str]):
+    """All of them in one: two prompts and the beginning of a third, then what is left of it."""
+    sim = sim_of(depth=depth, turns=Turns(0, long))
+    decoding(sim)
+    for seed in range(3):
+        sim.add([5 + seed] * 30, max_tokens=9)
+    assert steps(sim, 4) == expected
+    assert widths(sim) == ([[30, 30, 4], [26]] if long == 24 else [[30, 30, 1], [29]])
+    sim.run()
+    sim.verify()
+
+
+def test_what_is_left_of_a_large_step_shares_one_if_it_is_short():
+    sim = sim_of(turns=Turns(0, 27))
+    decoding(sim)
+    for seed in range(3):
+        sim.add([5 + seed] * 30, max_tokens=9)
+    assert steps(sim, 4) == [CHUNK, BOTH, VERIFY, VERIFY]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
