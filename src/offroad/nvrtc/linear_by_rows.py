@@ -39,9 +39,7 @@ def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:
     """Whether one of Hopper's kernels has so many rows of x, in bf16, and columns of y."""
     if not isinstance(weight, Records) or weight.kind not in linear_few.BITS or not 0 < rows <= MOST:
         return False
-    if rows > linear_few.MOST:
-        return linear_hopper.takes(rows, weight.n, weight.k, on.sms)
-    return linear_few.takes(rows, weight, outputs, on.sms)
+    return rows > linear_few.MOST or linear_few.takes(rows, weight, outputs, on.sms)
 
 
 def product(x: torch.Tensor, weight: Records, gate: str = "", sms: int = 0) -> torch.Tensor:

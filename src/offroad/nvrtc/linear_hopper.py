@@ -22,8 +22,6 @@ MOST = 64  # tokens
 WARPGROUPS = {32: 2, 64: 2}
 STAGES = {32: 8, 64: 6}
 BITS = {"int4": 4, "e4m3": 8}  # of codes
-# Steps of a block: with fewer, sums that blocks have to add take longer than what Triton's kernels lose elsewhere.
-LEAST_STEPS = {32: 32, 64: 12}
 
 
 def outputs(tokens: int) -> int:
@@ -49,17 +47,6 @@ def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, ga
     return Source("linear_hopper.cu", (*sizes.items(), *kinds.items()), shared, TARGET)
 
 
-def tile_of(rows: int) -> int:
-    """Tokens of the tile for so many rows of x."""
-    return next(size for size in STAGES if rows <= size)
-
-
-def takes(rows: int, n: int, k: int, sms: int) -> bool:
-    """Whether the kernel is for so many rows of x and a weight [n, k]."""
-    tokens = tile_of(rows)
-    return -(-n // outputs(tokens)) * -(-k // BLOCK_K) >= LEAST_STEPS[tokens] * sms
-
-
 def blocks(tiles: int, units: int, sms: int) -> int:
     """As many as there are SMs, or twice as many as tiles where that is nearly so: each of them has one tile's steps
     then, and adds sums once."""
@@ -70,7 +57,7 @@ def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     """One launch: [tokens, n] of x [tokens, k] in bf16, contiguous and in the order of the weight's columns, or
     [tokens, n / 2] with the gated activation `gate`."""
     rows, it = x.shape[0], stored(weight)
-    tokens = tile_of(rows)
+    tokens = next(size for size in STAGES if rows <= size)
     y = torch.empty(rows, weight.n // 2 if gate else weight.n, dtype=x.dtype, device=x.device)
     minima = it.m is not None
     assert not minima or it.m.dtype == torch.int16, it.m.dtype

@@ -191,14 +191,14 @@ def test_a_map_that_has_more_columns_than_x_is_noticed(monkeypatch):
 
 # What is left out: by how many blocks, the kernel's text, what stands for it, and what comes of it.
 MISSED = {
-    "waiting before operands change": (1, "wait_groups<1>();  // of", "// of", "wrong"),
+    "waiting before sums of a step are read": (1, "wait_groups<0>();  // of", "// of", "wrong"),
     "waiting before sums are read": (1, "    wait_groups<0>();\n", "", "products were on their way"),
     "a fence": (1, "            products_may_start();\n", "", "no fence"),
     "a group's end": (1, "            end_group();\n", "", "products were on their way"),
     "waiting for copies": (3, "        wait(&ring.full[ring.stage], ring.parity);\n", "", "wrong"),
     "waiting for room": (1, "            wait(&ring.empty[ring.stage], ring.parity ^ 1);\n", "", "more arrivals"),
-    "an arrival": (1, "t == 1 && step > 0 && lane == 0", "t == 2 && lane == 0", "wait for each other"),
-    "products that still read x": (1, "t == 1 && step > 0", "t == 0 && step > 0", "wrong"),
+    "an arrival": (1, "if (t == 0 && step > 0 && lane == 0)", "if (t == 2)", "wait for each other"),
+    "sums of a step": (1, "                add_scaled(sums[1 - t], found, low, high);\n", "", "wrong"),
     "x of the kernel before": (3, "                wait_turn();\n", "", "wrong"),
     "bytes of x": (1, "(has_x ? 2 * HALF_X : 0) + ", "", "wait for each other"),
     "rows at whole 1,024 bytes": (1, "(1024 - shared_address(shared) % 1024) % 1024", "0", "a box"),
@@ -212,6 +212,19 @@ MISSED = {
     "the last outputs": (1, "output + 8 <= width && width % 8 == 0", "true", "outside of y"),
 }
 
+# Of groups within a step, whose scales are multiplied into weights.
+SMALL = Case(50, 300, 1152, 64, minima=8, bias=True)
+MISSED_OF_SMALL = {
+    "waiting before operands change": (1, "wait_groups<1>();  // of", "// of", "wrong"),
+    "an arrival": (1, "!SUMS_SCALED && t == 1 && step > 0 && lane == 0", "false", "wait for each other"),
+    "products that still read x": (
+        1,
+        "!SUMS_SCALED && t == 1 && step > 0",
+        "!SUMS_SCALED && t == 0 && step > 0",
+        "wrong",
+    ),
+    "scales": (1, "i < 4 && !SUMS_SCALED", "i < 0", "wrong"),
+}
 
 FEW = Case(3, 1500, 1800, 32, minima=8)  # three blocks have 32 strips each, of 15 units in 5 slots
 MISSED_OF_FEW = {
@@ -244,6 +257,11 @@ def test_what_is_left_out_of_8_bits_is_missed(missed: str, monkeypatch):
 @pytest.mark.parametrize("missed", MISSED_OF_FEW)
 def test_what_is_left_out_of_few_tokens_is_missed(missed: str, monkeypatch):
     left_out(FEW, MISSED_OF_FEW[missed], monkeypatch)
+
+
+@pytest.mark.parametrize("missed", MISSED_OF_SMALL)
+def test_what_is_left_out_of_small_groups_is_missed(missed: str, monkeypatch):
+    left_out(SMALL, MISSED_OF_SMALL[missed], monkeypatch)
 
 
 @pytest.mark.parametrize("missed", MISSED)

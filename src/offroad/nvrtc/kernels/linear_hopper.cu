@@ -125,20 +125,21 @@ __device__ __forceinline__ u32 offset_pair(const unsigned char* minima, int at) 
     return twice(narrow((float)(reinterpret_cast<const short*>(minima)[at] - 136)));
 }
 
+// A scale that a whole step has is multiplied into the step's sums, in fp32; others into weights, which bf16 rounds.
+constexpr bool SUMS_SCALED = FOLD == 1;
+
 // The four registers of a matrix operand of 16 k's, from word j of a lane: of 4 bits, of all 16 outputs; of 8, of the lower
 // and the upper 8.
 __device__ __forceinline__ void widen_word(u32 (&a)[4], u32 word, u32 upper, u32 low, u32 high, u32 less_low, u32 less_high) {
     if (BITS == 8) {
-        a[0] = times(widened(word, false), low);
-        a[1] = times(widened(upper, false), high);
-        a[2] = times(widened(word, true), low);
-        a[3] = times(widened(upper, true), high);
+        a[0] = widened(word, false), a[1] = widened(upper, false);
+        a[2] = widened(word, true), a[3] = widened(upper, true);
     } else {
-        a[0] = times(plus(masked(word), less_low), low);
-        a[1] = times(plus(masked(word >> 4), less_high), high);
-        a[2] = times(plus(masked(word >> 8), less_low), low);
-        a[3] = times(plus(masked(word >> 12), less_high), high);
+        a[0] = plus(masked(word), less_low), a[1] = plus(masked(word >> 4), less_high);
+        a[2] = plus(masked(word >> 8), less_low), a[3] = plus(masked(word >> 12), less_high);
     }
+#pragma unroll
+    for (int i = 0; i < 4 && !SUMS_SCALED; i++) a[i] = times(a[i], i % 2 ? high : low);
 }
 
 constexpr int LOADS = BITS / 4;  // of 16 bytes, that a lane has of 64 k's
@@ -153,7 +154,7 @@ __device__ __forceinline__ void widen(u32 (&a)[4][4], const uint4* words, const 
         constexpr int EACH = FOLD > 4 ? 1 : FOLD == 4 ? 2 : 4;  // runs of 16 k's that share a scale, of a half
         if (j % EACH == 0) {
             const int at = (tile * FOLD + (half * 4 + j) * FOLD / 8) * 64 + row;
-            low = scale_pair(place + SCALES_AT, at), high = scale_pair(place + SCALES_AT, at + 8);
+            if (!SUMS_SCALED) low = scale_pair(place + SCALES_AT, at), high = scale_pair(place + SCALES_AT, at + 8);
             less_low = offset_pair(place + MINIMA_AT, at), less_high = offset_pair(place + MINIMA_AT, at + 8);
         }
         widen_word(a[j], all[j], uppers[j], low, high, less_low, less_high);
@@ -162,10 +163,21 @@ __device__ __forceinline__ void widen(u32 (&a)[4][4], const uint4* words, const 
 
 typedef float Sums[2][TOKENS / 2];
 
-// Adds steps of one tile to nothing.
+// Adds a step's sums, of outputs of the lower and the upper 8.
+__device__ __forceinline__ void add_scaled(float (&sums)[TOKENS / 2], const float (&found)[TOKENS / 2], float low, float high) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; i++) sums[i] += found[i] * (i / 2 % 2 ? high : low);
+}
+
+// Adds steps of one tile to nothing. While products of one of its two tiles run, the weights of the other are widened.
 __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
     u32 a[2][2][4][4];  // of a tile, of 64 k's
+    float found[TOKENS / 2] = {}, low = 0, high = 0;  // of the last step of a tile, and its scales
+    if (SUMS_SCALED) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) sums[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.f;
+    }
     int before = 0;
     for (int step = 0; step < steps; step++) {
         wait(&ring.full[ring.stage], ring.parity);
@@ -178,20 +190,30 @@ __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, i
             uint4 words[2 * LOADS];
 #pragma unroll
             for (int i = 0; i < 2 * LOADS; i++) words[i] = from[i * 32];
-            wait_groups<1>();  // of this tile's last products: their operand is written next
-            if (t == 1 && step > 0 && lane == 0) arrive(&ring.empty[before]);
+            if (!SUMS_SCALED) wait_groups<1>();  // of this tile's last products: their operand is written next
+            if (!SUMS_SCALED && t == 1 && step > 0 && lane == 0) arrive(&ring.empty[before]);
             widen(a[t][0], words, place, 0, tile, row);
             widen(a[t][1], words + LOADS, place, 1, tile, row);
+            if (SUMS_SCALED) {
+                wait_groups<0>();  // of the other tile's: their sums are read next
+                if (t == 0 && step > 0 && lane == 0) arrive(&ring.empty[before]);
+                add_scaled(sums[1 - t], found, low, high);
+                low = scale_at(place + SCALES_AT, tile * 64 + row), high = scale_at(place + SCALES_AT, tile * 64 + row + 8);
+            }
             products_may_start();
 #pragma unroll
-            for (int j = 0; j < 8; j++)
-                start_product<TOKENS>(sums[t], a[t][j / 4][j % 4], x + (j / 4 * HALF_X + j % 4 * 32) / 16, step + j == 0);
+            for (int j = 0; j < 8; j++) {
+                const u32 columns = x + (j / 4 * HALF_X + j % 4 * 32) / 16;
+                if (SUMS_SCALED) start_product<TOKENS>(found, a[t][j / 4][j % 4], columns, j == 0);
+                else start_product<TOKENS>(sums[t], a[t][j / 4][j % 4], columns, step + j == 0);
+            }
             end_group();
         }
         before = ring.stage;
         ring.next();
     }
     wait_groups<0>();
+    if (SUMS_SCALED) add_scaled(sums[1], found, low, high);
     if (lane == 0) arrive(&ring.empty[before]);
 }
 
