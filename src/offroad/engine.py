@@ -5,6 +5,7 @@ No text and no HTTP here. It runs in the caller's process (`LLM`, tests) or in i
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import deque
@@ -258,5 +259,8 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees weights and caches; the engine cannot be used afterwards."""
+        """Frees weights and caches now, for whoever comes next; the engine cannot be used afterwards."""
         del self.runner
+        gc.collect()  # graphs and what they are made of refer to one another
+        if self.plan.device.kind == "cuda" and torch.cuda.is_available():
+            torch.cuda.empty_cache()

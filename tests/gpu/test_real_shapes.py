@@ -5,7 +5,6 @@ Run with -s to see the figures.
 
 from __future__ import annotations
 
-import gc
 import random
 from dataclasses import replace
 
@@ -108,7 +107,6 @@ def layer_outputs(engine: Engine, prompt: list[int]) -> list[torch.Tensor]:
 def test_real_shapes(name: str):
     config, rng = CONFIGS[name], random.Random(0)
     prompt = [rng.randrange(3, 240000) for _ in range(4096)]
-    gc.collect()  # the engine of the test before
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     gpu = make(config, "cuda")

@@ -4,6 +4,7 @@ as from eager steps that all rows share, and no step is eager that a graph can r
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -61,6 +62,15 @@ def with_graphs(engine: Engine) -> Steps:
     runner.chunk_graphs = ChunkGraphs(SIZES, runner.model, runner.ops["prefill"], runner.arrays, recorder)
     runner.launch, engine.scheduler.turns = noting, Turns(SIZES[-1])
     return steps
+
+
+def test_a_closed_engine_leaves_nothing_behind(tiny):
+    """Nor does it wait for the garbage collector, before whose next turn another engine may want the memory."""
+    engine = engine_of(tiny("llama")[0], **SETTINGS)
+    with_graphs(engine)
+    runner = weakref.ref(engine.runner)
+    engine.close()
+    assert runner() is None
 
 
 def requests() -> list[Request]:
