@@ -259,7 +259,8 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Frees weights and caches now, for whoever comes next; the engine cannot be used afterwards."""
+        """Frees weights and caches now, for whoever comes next; what kernels share for sums stays with the process. The
+        engine cannot be used afterwards."""
         del self.runner
         gc.collect()  # graphs and what they are made of refer to one another
         if self.plan.device.kind == "cuda" and torch.cuda.is_available():

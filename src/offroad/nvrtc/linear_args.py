@@ -9,6 +9,7 @@ import torch
 from offroad.nvrtc import launch
 
 TARGET = "sm_90a"
+BITS = {"int4": 4, "e4m3": 8}  # of a code
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offroad.nvrtc import linear_few, linear_hopper
+from offroad.nvrtc.linear_args import BITS
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.linear_pack import Records
 
@@ -37,7 +38,7 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
 
 def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:
     """Whether one of Hopper's kernels has so many rows of x, in bf16, and columns of y."""
-    if not isinstance(weight, Records) or weight.kind not in linear_few.BITS or not 0 < rows <= MOST:
+    if not isinstance(weight, Records) or weight.kind not in BITS or not 0 < rows <= MOST:
         return False
     return rows > linear_few.MOST or linear_few.takes(rows, weight, outputs, on.sms)
 

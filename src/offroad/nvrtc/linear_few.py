@@ -11,7 +11,7 @@ import torch
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.hopper import LEAST_BLOCKS, SHARED
-from offroad.nvrtc.linear_args import GATES, SCALES, TARGET, map_of
+from offroad.nvrtc.linear_args import BITS, GATES, SCALES, TARGET, map_of
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, Records
 from offroad.triton_kernels.linear_run import card, stored
@@ -19,7 +19,6 @@ from offroad.triton_kernels.linear_run import card, stored
 ARGS = "@16Q5Q6i"  # `Args` of the kernel
 MOST = 16  # tokens
 STRIP = 16  # outputs
-BITS = {"int4": 4, "e4m3": 8}
 WARPS = 16  # that multiply; eight more start copies
 THREADS = 32 * WARPS + 256
 MOST_STRIPS = {4: 32, 8: 24}  # of a block, by the bits of a code: each warp's units have room beside one another

@@ -9,7 +9,7 @@ import torch
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.hopper import SHARED
-from offroad.nvrtc.linear_args import GATES, SCALES, TARGET, map_of
+from offroad.nvrtc.linear_args import BITS, GATES, SCALES, TARGET, map_of
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
 from offroad.triton_kernels.linear_run import card, stored
@@ -21,7 +21,6 @@ MOST = 64  # tokens
 # more than half of an SM's shared memory: two of a launch on one SM would leave another idle.
 WARPGROUPS = {32: 2, 64: 2}
 STAGES = {32: 8, 64: 6}
-BITS = {"int4": 4, "e4m3": 8}  # of codes
 
 
 def outputs(tokens: int) -> int:
@@ -48,9 +47,9 @@ def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, ga
 
 
 def blocks(tiles: int, units: int, sms: int) -> int:
-    """As many as there are SMs, or twice as many as tiles where that is nearly so: each of them has one tile's steps
+    """As many as there are SMs, or twice as many as tiles where that is nearly so: each of them has half a tile's steps
     then, and adds sums once."""
-    return 2 * tiles if 0.8 * sms <= 2 * tiles <= sms else min(sms, tiles * units)
+    return min(2 * tiles if 0.8 * sms <= 2 * tiles <= sms else sms, tiles * units)
 
 
 def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:

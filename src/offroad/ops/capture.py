@@ -25,10 +25,8 @@ GRAPH_BYTES = 16 * 2**20
 # What an eager step takes the host for each layer: 15 to 18 ms for 16 layers (docs/perf/notes.md).
 HOST_SECONDS = 1e-3
 SHARE = 0.5  # of the roofline, that steps of few tokens have
-LONG, PIECE = (
-    32,
-    256,
-)  # of chunks beside which rows that decode had better not be, and what their tokens are a multiple of
+LONG = 32  # steps of decoding rows that chunks must be as long as, to do better without such rows
+PIECE = 256  # tokens: their number is told to within so many
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class GraphPlan:
         turns = f"up to {self.turn_tokens}" if self.turn_tokens else "none"
         alone = f"a chunk of up to {chunks} tokens ({turns} in turn with rows that decode)"
         alone = alone if self.chunks else f"of a chunk none: {self.eager}"
-        alone += f"; chunks of {self.turn_from:,} tokens and more, eager, in turn with rows" if self.turn_from else ""
+        alone += f"; chunks of {self.turn_from:,} tokens and more in turn with rows too" if self.turn_from else ""
         return f"steps of up to {rows} rows of {widths} tokens, {alone}; about {self.nbytes / 1024**2:.0f} MiB"
 
     def without_chunks(self, eager: str) -> GraphPlan:

@@ -335,6 +335,7 @@ def plan(
     graphs, divided = fitted(
         graphs, lambda taken: bytes_of.divide(spec, device, settings, weights, dtypes, block, k, taken, cells)
     )
+    chunk = min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
@@ -345,7 +346,7 @@ def plan(
         k=k,
         store=store,
         lag=lag,
-        chunk=min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs),
+        chunk=chunk,
         depth=2 if device.kind == "cuda" and drafter is None else 1,  # what drafts do to lengths is known late
         max_len=divided.max_len,
         max_num_seqs=settings.max_num_seqs,
@@ -356,13 +357,7 @@ def plan(
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
-        graphs=in_turns(
-            graphs,
-            costs(spec, packed, device, dtypes),
-            len(spec.layers),
-            settings.max_num_seqs,
-            settings.max_num_batched_tokens,
-        ),
+        graphs=in_turns(graphs, costs(spec, packed, device, dtypes), len(spec.layers), settings.max_num_seqs, chunk),
         batch_invariant=settings.batch_invariant,
         memory=divided.memory,
         drafter=drafter,

@@ -1,4 +1,4 @@
-"""Weights of 4 bits as the Triton kernels read them: records in the order of a matrix operand's registers."""
+"""Weights of 4 and 8 bits as Triton's and Hopper's kernels read them: records in the order of operands' registers."""
 
 from __future__ import annotations
 

@@ -153,6 +153,20 @@ MISSED = {
     "waiting for copies": (3, "        wait(&ring.full[ring.stage], ring.parity);\n", "", "wrong"),
     "waiting for room": (1, "            wait(&ring.empty[ring.stage], ring.parity ^ 1);\n", "", "more arrivals"),
     "an arrival": (1, "if (t == 0 && step > 0 && lane == 0)", "if (t == 2)", "wait for each other"),
+    "products that still read x": (
+        1,
+        "                wait_groups<0>();  // of the other tile's: their sums are read next\n"
+        "                if (t == 0 && step > 0 && lane == 0) arrive(&ring.empty[before]);\n",
+        "                if (t == 0 && step > 0 && lane == 0) arrive(&ring.empty[before]);\n"
+        "                wait_groups<0>();\n",
+        "wrong",
+    ),
+    "scales of the other tile": (
+        1,
+        "                low = scale_at(",
+        "                if (step + t == 0) low = scale_at(",
+        "wrong",
+    ),
     "sums of a step": (1, "                add_scaled(sums[1 - t], found, low, high);\n", "", "wrong"),
     "x of the kernel before": (3, "                wait_turn();\n", "", "wrong"),
     "bytes of x": (1, "(has_x ? 2 * HALF_X : 0) + ", "", "wait for each other"),

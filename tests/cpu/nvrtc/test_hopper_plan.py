@@ -79,6 +79,7 @@ def test_what_they_take(name: str, problem: Problem):
         (hopper.LINEAR_W8, linear(stored=("affine8.ct-g128",)), "affine8.ct-g128"),
         (hopper.LINEAR_W8, linear(stored=("fp8.block64x64",)), "groups of 128"),
         (hopper.LINEAR_W8, linear(stored=("fp8.mxfp8",)), "groups of 128"),
+        (hopper.LINEAR_W8, linear(stored=("fp8.modelopt-block1x32",)), "groups of 128"),
         (hopper.LINEAR_W8, linear(stored=("fp8.g192",)), "a multiple of 128"),
         (hopper.LINEAR_W8, linear(sizes=(("n", 64), ("k", 1156)), stored=(FP8_BLOCKS,)), "multiple of 8"),
         (hopper.GATED, gated(n=2 * 96), "multiple of 64"),

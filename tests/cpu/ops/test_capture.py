@@ -136,7 +136,7 @@ def test_no_chunk_takes_turns_without_rates_or_graphs():
 def test_chunks_of_large_steps_take_turns_that_cost_them_little(gigabytes, teraflops, budget: int, least: int):
     found = in_turns(GraphPlan((1,), (1,), ""), costs_of(gigabytes, teraflops), 64, 16, budget)
     assert found.turn_from == least
-    assert ("2,048 tokens and more, eager, in turn" in found.describe()) == (least == 2048)
+    assert ("2,048 tokens and more in turn" in found.describe()) == (least == 2048)
 
 
 @pytest.mark.parametrize(("with_chunks", "kept"), [(1000, True), (900, True), (899, False), (0, False)])

@@ -173,7 +173,8 @@ def closed(name: str, count: int) -> dict:
     parts = Parts(plan, runner.model, runner.ops, runner.arrays, proposer, fused_draw(plan.device), 384)
     with patch.object(Ops, "logits", autospec=True, side_effect=Ops.logits) as logits:
         prepared = gather(parts)
-    scored = {len(call.args[1]) for call in logits.call_args_list}
+    calls = [call.args for call in logits.call_args_list]
+    scored = {len(hidden) for ops, hidden in calls if ops is calls[-1][0]}  # the last are of prefill
     asked = served(plan, runner, count)
     names = prepared.keys()
     return {

@@ -15,7 +15,7 @@ from offroad.sample.params import SamplingParams
 from offroad.schedule.job import sequence_seed
 from offroad.schedule.request import Request
 from offroad.schedule.scheduler import Scheduler
-from offroad.schedule.step import StepResult
+from offroad.schedule.step import Kind, StepResult
 from offroad.schedule.turns import Turns
 
 VOCAB = 7
@@ -126,6 +126,7 @@ class Sim:
 
 FULL = Family(False, False)
 SEEN = defaultdict(int)
+STATS = ("preemptions", "prefix_resumed_tokens", "steps")
 
 
 def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
@@ -172,10 +173,14 @@ def random_run(seed: int, depth: int, scheduler=Scheduler) -> None:
     sim.run()
     sim.verify()
     stats = sim.scheduler.stats()
-    for name in ("preemptions", "prefix_resumed_tokens", "steps"):
+    for name in STATS:
         SEEN[name] += getattr(stats, name)
     for event in sim.ended.values():
         SEEN[event.finish_reason] += 1
     kinds = [step.kind.tolist() for step in sim.steps]
-    SEEN["turns"] += sum(one == [1] and two and 1 not in two for one, two in pairwise(kinds)) if turns else 0
+    chunk, both = int(Kind.CHUNK), {int(Kind.CHUNK), int(Kind.VERIFY)}
+    alone = [len(one) for one, two in pairwise(kinds) if set(one) == {chunk} and two and chunk not in two]
+    SEEN["turns"] += alone.count(1) if turns.short else 0
+    SEEN["large turns"] += sum(count > 1 for count in alone) if turns.long else 0
+    SEEN["shared steps"] += sum(set(one) == both for one in kinds)
     assert len(sim.ended) == sum(request.params.n for request in sim.requests.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from simengine import SEEN, VOCAB, random_run
+from simengine import SEEN, STATS, VOCAB, random_run
 
 from offroad.schedule.scheduler import Scheduler
 
@@ -15,7 +15,7 @@ def test_tokens_do_not_depend_on_mates_chunks_preemption_hits_or_drafts(depth):
     SEEN.clear()
     for seed in range(25):
         random_run(seed, depth)
-    for what in ("preemptions", "prefix_resumed_tokens", "stop", "length", "abort", "turns"):
+    for what in (*STATS, "stop", "length", "abort", "turns", "large turns", "shared steps"):
         assert SEEN[what], f"the runs do not exercise: {what}"
 
 

@@ -1,4 +1,4 @@
-"""Short chunks and decoding rows in turn: which chunks, in which order, who waits how long, and what shares a step."""
+"""Chunks and decoding rows in turn: which chunks, in which order, who waits how long, and what shares a step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from offroad.schedule.turns import Turns
 
 HYBRID = Family(True, True)
 BOTH, CHUNK, VERIFY = "both", "chunk", "verify"
+EITHER = (Turns(16), Turns(0, 8))
 
 
 def sim_of(family: Family = FULL, *, depth: int = 1, budget: int = 64, turns: Turns = Turns(16), **sizes) -> Sim:
@@ -170,11 +171,12 @@ def test_what_is_left_of_a_large_step_shares_one_if_it_is_short():
     assert steps(sim, 4) == [CHUNK, BOTH, VERIFY, VERIFY]
 
 
+@pytest.mark.parametrize("turns", EITHER, ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("k", [0, 3])
-def test_rows_that_decode_sit_out_one_step_at_most(depth: int, k: int):
+def test_rows_that_decode_sit_out_one_step_at_most(depth: int, k: int, turns: Turns):
     """Prompts come all the time, of every length."""
-    sim = sim_of(HYBRID, depth=depth, budget=32, k=k, history=400)
+    sim = sim_of(HYBRID, depth=depth, budget=32, k=k, history=400, turns=turns)
     decoding(sim, count=2, most=60)
     old = [job.slot for job in sim.scheduler.running]
     for number in range(40):
@@ -191,11 +193,12 @@ def test_rows_that_decode_sit_out_one_step_at_most(depth: int, k: int):
     sim.verify()
 
 
+@pytest.mark.parametrize("turns", EITHER, ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_turn_that_finds_no_memory_is_the_other_s(depth: int):
+def test_a_turn_that_finds_no_memory_is_the_other_s(depth: int, turns: Turns):
     """Blocks for three sequences of four, which all grow: some are released, and come back as chunks."""
     for history in range(7, 16):
-        sim = sim_of(depth=depth, budget=16, history=history, slots=5)
+        sim = sim_of(depth=depth, budget=16, history=history, slots=5, turns=turns)
         for seed in range(4):
             sim.add([seed] * 6, seed=seed, max_tokens=14)
         sim.run()
@@ -204,10 +207,11 @@ def test_a_turn_that_finds_no_memory_is_the_other_s(depth: int):
         sim.verify()
 
 
+@pytest.mark.parametrize("turns", EITHER, ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_abort_at_any_time_leaks_nothing(depth: int):
+def test_an_abort_at_any_time_leaks_nothing(depth: int, turns: Turns):
     for at in range(8):
-        sim = sim_of(HYBRID, depth=depth, budget=16, checkpoints=4)
+        sim = sim_of(HYBRID, depth=depth, budget=16, checkpoints=4, turns=turns)
         decoding(sim)
         name = sim.add([5] * 40, max_tokens=4)
         steps(sim, at)

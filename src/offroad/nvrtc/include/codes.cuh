@@ -8,7 +8,7 @@ __device__ __forceinline__ u32 masked(u32 codes) { return masked_or(codes, 0x000
 
 // Two numbers in e4m3, bytes 0 and 1 of a word or, `upper`, 2 and 3, in bf16. Each with its sign before it and 4 bits
 // further up has its bits at bf16's places: that is the number times 2^-120, also of those below 2^-6, since the product
-// with a power of two keeps subnormal operands.
+// with a power of two keeps subnormal operands. NaN, which no weight is, becomes 480.
 __device__ __forceinline__ u32 widened(u32 word, bool upper) {
     return times(picked(word, upper ? 0xB3A2u : 0x9180u) * 16 & 0x87F087F0u, 0x7B807B80u);
 }

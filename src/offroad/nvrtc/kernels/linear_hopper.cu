@@ -1,12 +1,14 @@
-// y = x W^T for up to TOKENS tokens over weights of 4 bits or in e4m3, in bf16, for Hopper. Records of weights (linear_pack.py) are
-// in the order of the registers of a matrix operand, so they go from memory to shared memory as they are, become bf16 in
-// registers there and are the left operand of products whose right one, x, lies in shared memory.
+// y = x W^T for up to TOKENS tokens over weights of 4 bits or in e4m3, in bf16, for Hopper. Records of weights
+// (linear_pack.py) are in the order of the registers of a matrix operand, so they go from memory to shared memory as they
+// are, become bf16 in registers there and are the left operand of products whose right one, x, lies in shared memory.
 //
-// A block has a warpgroup that starts copies and WARPGROUPS that multiply, each two tiles of 64 outputs: while products of
-// one tile run, it widens the weights of the other. Blocks have equal shares of the steps of all tiles: a run from
-// somewhere in a tile to somewhere in a later one. Where several blocks have a tile, they leave their sums in memory,
-// and all but the last of them, which has more to do, add and store a share each; of two the first adds what the other has
-// left. The order of sums is always the same. All blocks must be on the GPU at once, since they wait for one another.
+// A block has a warpgroup that starts copies and WARPGROUPS that multiply, each two tiles of 64 outputs in turn. Weights
+// of small groups are widened while products of the other tile run; where a step has one scale, all products end before
+// sums are scaled, and ptxas leaves much of the widening to the time behind that, so the other warpgroup's products
+// are what runs beside it. Blocks have equal shares of the steps of all tiles: a run from somewhere in a tile to somewhere
+// in a later one. Where several blocks have a tile, they leave their sums in memory, and all but the last of them, which
+// has more to do, add and store a share each; of two the first adds what the other has left. The order of sums is always
+// the same. All blocks must be on the GPU at once, since they wait for one another.
 //
 // Specialised by BITS (4: integers, 8: e4m3), TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16,
 // 1: fp16, 2: fp32), MINIMA (zero points of integers, as multiples of the scale) and GATE (0: y is the product; 1, 2:
@@ -22,7 +24,7 @@ constexpr int X_AT = CODES_BYTES, SCALES_AT = X_AT + 2 * HALF_X, MINIMA_AT = SCA
 constexpr int STAGE = (MINIMA_AT + MINIMA_BYTES + 1023) / 1024 * 1024;
 constexpr int Y_AT = STAGES * STAGE, Y_BYTES = WARPS * TOKENS * 32, BARRIERS_AT = Y_AT + Y_BYTES;
 static_assert(1024 + BARRIERS_AT + 16 * STAGES == SHARED_BYTES, "what Python reserves");
-static_assert(BITS == 4 || !MINIMA, "e4m3 has no zero points");
+static_assert(BITS == 4 || (FOLD == 1 && !MINIMA), "e4m3 has no zero points, and no small groups");
 
 struct Args {
     TensorMap x;          // [rows, k], boxes of TOKENS rows and 64 k's
@@ -169,7 +171,7 @@ __device__ __forceinline__ void add_scaled(float (&sums)[TOKENS / 2], const floa
     for (int i = 0; i < TOKENS / 2; i++) sums[i] += found[i] * (i / 2 % 2 ? high : low);
 }
 
-// Adds steps of one tile to nothing. While products of one of its two tiles run, the weights of the other are widened.
+// Adds steps of one tile to nothing.
 __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, int warpgroup, int steps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, row = warp * 16 + lane / 4;
     u32 a[2][2][4][4];  // of a tile, of 64 k's

@@ -27,7 +27,7 @@ Block = tuple[int, int]
 
 
 def claim_all(headers: Headers, block: Block | None, maker: str = "") -> Claims:
-    """Every weight in small floats. `block`: rows and columns that share an FP8 scale; `maker`: who names its kind.
+    """Every weight in small floats. `block`: rows and columns that share an FP8 scale; `maker`: whom its kind names.
 
     Static scales of activations become `others`: activations are not quantised here.
     """
@@ -67,7 +67,7 @@ def _fp8(headers: Headers, name: str, scale: str, block: Block | None, maker: st
         q, s = read(name).reshape(-1, shape[-1]), scales(read, scale)
         return Packed("fp8", *q.shape, {"q": q, "s": _by_row(s, shape, a, rows)}, group=columns)
 
-    return Claim(name, shape, f"fp8.{maker or detail}", (name, scale), decode)
+    return Claim(name, shape, f"fp8.{maker}-{detail}" if maker else f"fp8.{detail}", (name, scale), decode)
 
 
 def _grid(headers: Headers, name: str, scale: str, block: Block | None) -> tuple[int, int, int, str]:

@@ -8,6 +8,7 @@ import torch
 from checkpoints import experts, meaning, named, opened, random_weight
 
 from offroad.errors import ModelError
+from offroad.quant.packed import group_of
 
 X = "model.layers.0.mlp.down_proj"
 STATIC = "static scales of activations are not used: activations keep their dtype"
@@ -36,7 +37,9 @@ def one(encoded, settings, stem: str = X):
 )
 def test_fp8(algorithm, rows, columns, shape):
     source, equal = one(encoders.fp8(random_weight(200, 256), rows, columns, shape=shape), config(algorithm))
-    assert source.headers[f"{X}.weight"].kind == "fp8.modelopt"
+    kind = source.headers[f"{X}.weight"].kind
+    assert kind.startswith("fp8.modelopt-")
+    assert group_of(kind, 256) == columns
     assert equal
     assert source.notes == ()
 
@@ -111,7 +114,11 @@ def test_mixed_precision():
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ({}, "l.0.self_attn.q_proj is stored as fp8.modelopt, and the config has nothing for it: the file decides"),
+        (
+            {},
+            "l.0.self_attn.q_proj is stored as fp8.modelopt-block128x128, and the config has nothing for it: "
+            "the file decides",
+        ),
         (
             LAYERS | {"l.0.mlp.experts.0.gate_proj": {"quant_algo": "FP8"}},
             "l.0.mlp.experts.0.gate_proj is stored as fp4.nvfp4, and the config has FP8 for it: the file decides",

@@ -102,7 +102,9 @@ SCHEMES = {
     ),
     "nvfp4": Scheme({"quant_method": "modelopt", "quant_algo": "NVFP4"}, whole(encoders.nvfp4, 1, 16), "fp4.nvfp4"),
     "mixed": Scheme(
-        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}}, mixture, "fp8.modelopt"
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+        mixture,
+        "fp8.modelopt-block128x128",
     ),
     "mxfp4": Scheme(
         {"quant_method": "mxfp4"},
