@@ -105,6 +105,11 @@ def test_windows_end_attention_at_their_width():
     assert found.decode(1, 5000) - found.decode(1, 1024) == pytest.approx(3976 * found.history / found.bandwidth)
 
 
+def test_a_kernel_that_starts_early_takes_what_is_left_when_those_before_it_have_ended():
+    spans = [("b", 2.0, 12.0), ("a", 0.0, 10.0), ("a", 15.0, 18.0), ("c", 4.0, 11.0)]
+    assert op_times.added(spans) == {"a": (2, 13.0), "c": (1, 1.0), "b": (1, 1.0)}  # and nothing from 12 to 15
+
+
 def test_times_of_nested_ops_are_their_own():
     now = [0.0]
     timer = op_times.Clock(lambda: now[0], lambda begin, end: end - begin)
