@@ -11,7 +11,7 @@ from offroad.ops.spec import Bound, Problem, Registry
 from offroad.quant.packed import group_of
 from offroad.triton_kernels import delta
 from offroad.triton_kernels.kernel import Limits, TritonKernel
-from offroad.triton_kernels.linear import limits_of, workspace
+from offroad.triton_kernels.linear import W8A8, limits_of, workspace
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
@@ -61,7 +61,9 @@ def _linear_limits(layout: str) -> Limits:
 
 
 def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    needed = {"linear:gate_up": (LINEAR_W4, LINEAR_W8), "gated_activation": ("triton.gated_activation",)}
+    if reason := _elsewhere(device):
+        return reason
+    needed = {"linear:gate_up": (LINEAR_W4, LINEAR_W8, W8A8), "gated_activation": ("triton.gated_activation",)}
     for part, kernels in needed.items():
         if (found := dict(problem.parts).get(part)) not in kernels:
             names = " and ".join(" or ".join(names) for names in needed.values())

@@ -228,7 +228,7 @@ def register(registry: Registry) -> None:
             dtypes=frozenset({"bfloat16", "float16"}),
             layout=W8,
             reason=f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, "
-            "products by cuBLASLt's FP8 units; else weights widened in registers",
+            "products by cuBLASLt's FP8 units; else as hopper.linear_w8, or triton.linear_w8 for what that is not for",
             invariant=False,
             workspace=_w8a8_workspace,
             asked=ASKED,

@@ -13,13 +13,14 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
+from offroad.nvrtc.hopper import LINEAR_W8
 from offroad.ops.linear import round_activations
 from offroad.ops.spec import Bound, Problem
 from offroad.quant.packed import Packed, spread
 from offroad.triton_kernels import linear_fp8_jit, linear_run
 from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records, pack
-from offroad.triton_kernels.linear_run import INTERPRETED, Card
+from offroad.triton_kernels.linear_run import INTERPRETED
 from offroad.triton_kernels.memory import MEMORY
 
 TOKENS = 32  # of a program that rounds activations of many tokens
@@ -27,16 +28,16 @@ E4M3 = torch.float8_e4m3fn
 _PROBE = (48, 256, 640)  # rows, n, k: more than one block each way, and 5 groups, which are padded to 8
 
 
-def run(x: torch.Tensor, weight: Packed, *, on: Card | None = None, from_rows: int = DENSE_FROM) -> torch.Tensor:
+def run(x: torch.Tensor, weight: Packed, *, few: Bound = linear_run.run, from_rows: int = DENSE_FROM) -> torch.Tensor:
     """`x^ w^T + bias`; x [tokens, k] in 16 bits -> [tokens, n] in its type.
 
     From `from_rows` rows on, x^ is x as `round_activations` gives it, and a token with a value that is not finite gives
-    NaN; with fewer it is x.
+    NaN; with fewer it is x, and `few` multiplies.
     """
     assert isinstance(weight, Records), weight.layout
     assert (weight.kind, weight.group, weight.perm) == ("e4m3", 128, None), weight.kind
     if x.shape[0] < from_rows:
-        return linear_run.run(x, weight, dense_from=from_rows, on=on)
+        return few(x, weight)
     x = x.contiguous()
     q, q_scales, w, w_scales = operands(weight, x.shape[0], x.device)
     quantise(x, q, q_scales)
@@ -110,12 +111,22 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     """`run` for a plan's device, once a small product there is what it should be. Raises PlanError where it is not.
 
     In steps that only decode, weights are widened whatever the number of rows."""
-    on = linear_run.card_of(device)
+    few = widening(device, problem)
     if problem.phase != "prefill":
-        return partial(linear_run.run, on=on)
+        return few
     if torch.cuda.is_available() and device.kind == "cuda":
         probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype))
-    return partial(run, on=on)
+    return partial(run, few=few)
+
+
+def widening(device: DeviceProfile, problem: Problem) -> Bound:
+    """The kernel that widens weights: Hopper's own for few tokens where it is for the problem, else Triton's."""
+    from offroad.ops.registry import default_registry
+
+    own = default_registry().kernels[LINEAR_W8]
+    if own.check(device, problem).ok:
+        return own.prepare(device, problem)
+    return partial(linear_run.run, on=linear_run.card_of(device))
 
 
 @cache

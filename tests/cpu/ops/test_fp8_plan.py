@@ -59,11 +59,21 @@ def test_it_is_taken_in_both_phases_where_it_is_asked_for_and_nowhere_else():
             reasons = {refusal.kernel: refusal.reason for refusal in plain.cells[cell].refused}
             assert f"--kernel {ASKED}" in reasons[W8A8]
         elif cell.op == "gated_linear":
-            assert (choice.kernel, plain.cells[cell].kernel) == ("triton.gated_linear", "hopper.gated_linear")
+            assert choice.kernel == plain.cells[cell].kernel == "hopper.gated_linear"
         else:
             assert choice.kernel == plain.cells[cell].kernel
     assert plan.fingerprint != plain.fingerprint
     assert "activations rounded to e4m3" in plan.explain()
+
+
+@pytest.mark.parametrize(("dtype", "owner"), [("bfloat16", "linear_by_rows"), ("float16", "linear_run")])
+def test_few_tokens_have_hopper_s_own_kernel_where_it_is_for_them(dtype: str, owner: str):
+    widening = pytest.importorskip("offroad.triton_kernels.linear_fp8", exc_type=ImportError).widening
+    sizes = (("n", 5120), ("k", 17408))
+    problem = Problem("linear", "decode", dtype, sizes=sizes, stored=("fp8.block128x128",))
+    for phase in ("decode", "prefill"):
+        few = widening(load_profile("h100-80gb"), replace(problem, phase=phase))
+        assert few.func.__module__.endswith(owner)
 
 
 def test_the_plan_has_memory_for_both_operands():

@@ -50,7 +50,8 @@ def test_steps_of_any_rows_launch_what_was_collected(answers: dict[str, dict], n
     assert found["asked"] > 10
     assert set(found["scored"]) >= set(range(1, SCORED + 1))  # a prompt's tokens, however few sequences there may be
     # The linears' tiles: there was something to find, but where one is for all, or another kernel for 17 to 64 tokens.
-    widths = {"qwen3 invariant": ["64"], "qwen3 hopper": ["16", "64"], "qwen3.5 hopper": ["16", "64"]}
+    widths = {"qwen3 invariant": ["64"], "qwen3.5 hopper": ["16", "64"]}
+    widths |= dict.fromkeys(("qwen3 hopper", "qwen3 w8a8"), ["16", "64"])
     assert found["widths"] == widths.get(name, ["16", "32", "64"])
     gate = "gelu_tanh" if "gemma" in name else "silu"  # behind the linears' sums, in a kernel of its own
     # Triton's kernels have it from 17 tokens on for 4 bits, which are Hopper's there, for 8 bits from one.
