@@ -20,12 +20,12 @@ class TritonKernel:
     """A Triton kernel for one op.
 
     `features` are those of a problem that it has; `limits` says why a problem is not for it (None: it is); `shared`
-    gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context; `bind`
-    gives the callable for a device and a problem; `layout` the packed layout of weights that it reads; `reason` is
-    what the plan says of it; `cost` orders it among candidates; `capturable`: a CUDA graph can hold it, `invariant`: it
-    can keep rows apart (see ops/spec.py), and `bind` minds whether the problem asks for it; `workspace`,
-    `temporary`: bytes, as in a verdict; `asked`: it is for those who name it with --kernel, and why; `computes`: what
-    it computes, where that is not what its op's reference does.
+    gives the bytes of shared memory of its largest tile, a constant of the compiled code, never of a context;
+    `bind` gives the callable for a device and a problem; `layout` the packed layout of weights that it reads;
+    `reason` is what the plan says of it, of this problem if it is a function; `cost` orders it among candidates;
+    `capturable`: a CUDA graph can hold it, `invariant`: it can keep rows apart (see ops/spec.py), and `bind` minds
+    whether the problem asks for it; `workspace`, `temporary`: bytes, as in a verdict; `asked`: it is for those who
+    name it with --kernel, and why; `computes`: what it computes, where that is not what its op's reference does.
     """
 
     name: str
@@ -36,7 +36,7 @@ class TritonKernel:
     features: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16", "float32"})
     layout: str = ""
-    reason: str = "Triton kernel"
+    reason: str | Callable[[DeviceProfile, Problem], str] = "Triton kernel"
     cost: float = 1.0
     reference: bool = False
     capturable: bool = True
@@ -63,7 +63,8 @@ class TritonKernel:
         if needed > there:
             return refuse(f"needs {needed:,} bytes of shared memory a block; {device.name} has {there:,}")
         memory = self.workspace(device, problem), self.temporary(device, problem)
-        return Verdict(True, self.reason, self.cost, self.layout, *memory)
+        reason = self.reason if isinstance(self.reason, str) else self.reason(device, problem)
+        return Verdict(True, reason, self.cost, self.layout, *memory)
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.bind(device, problem)

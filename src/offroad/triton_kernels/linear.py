@@ -102,6 +102,23 @@ def _w8a8(x: torch.Tensor, weight: Packed) -> torch.Tensor:
     return (linear if x.shape[0] < DENSE_FROM else linear_a8)(x, weight)
 
 
+def widening(device: DeviceProfile, problem: Problem) -> tuple[str, str]:
+    """(the kernel of 8-bit weights for what is no product of FP8 units, why it is not Hopper's own: "" if it is)."""
+    from offroad.ops.registry import default_registry
+
+    own = "hopper.linear_w8"
+    verdict = default_registry().kernels[own].check(device, problem)
+    return (own, "") if verdict.ok else ("triton.linear_w8", f"{own} {verdict.reason}")
+
+
+def _w8a8_reason(device: DeviceProfile, problem: Problem) -> str:
+    few, why = widening(device, problem)
+    return (
+        f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, products by "
+        f"cuBLASLt's FP8 units; else as {few}{f' ({why})' if why else ''}"
+    )
+
+
 def _bind_w8a8(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.linear_fp8 import bind
 
@@ -227,8 +244,7 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias"}),
             dtypes=frozenset({"bfloat16", "float16"}),
             layout=W8,
-            reason=f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, "
-            "products by cuBLASLt's FP8 units; else as hopper.linear_w8, or triton.linear_w8 for what that is not for",
+            reason=_w8a8_reason,
             invariant=False,
             workspace=_w8a8_workspace,
             asked=ASKED,

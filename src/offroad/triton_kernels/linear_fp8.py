@@ -13,12 +13,11 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
-from offroad.nvrtc.hopper import LINEAR_W8
 from offroad.ops.linear import round_activations
 from offroad.ops.spec import Bound, Problem
 from offroad.quant.packed import Packed, spread
 from offroad.triton_kernels import linear_fp8_jit, linear_run
-from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts
+from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts, widening
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records, pack
 from offroad.triton_kernels.linear_run import INTERPRETED
 from offroad.triton_kernels.memory import MEMORY
@@ -111,22 +110,14 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     """`run` for a plan's device, once a small product there is what it should be. Raises PlanError where it is not.
 
     In steps that only decode, weights are widened whatever the number of rows."""
-    few = widening(device, problem)
+    from offroad.ops.registry import default_registry
+
+    few = default_registry().kernels[widening(device, problem)[0]].prepare(device, problem)
     if problem.phase != "prefill":
         return few
     if torch.cuda.is_available() and device.kind == "cuda":
         probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype))
     return partial(run, few=few)
-
-
-def widening(device: DeviceProfile, problem: Problem) -> Bound:
-    """The kernel that widens weights: Hopper's own for few tokens where it is for the problem, else Triton's."""
-    from offroad.ops.registry import default_registry
-
-    own = default_registry().kernels[LINEAR_W8]
-    if own.check(device, problem).ok:
-        return own.prepare(device, problem)
-    return partial(linear_run.run, on=linear_run.card_of(device))
 
 
 @cache

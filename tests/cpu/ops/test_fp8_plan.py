@@ -26,6 +26,9 @@ from offroad.weights.dummy import DummySource
 
 CONFIG = Path(__file__).parents[3] / "benchmarks/configs/qwen3.5-27b.json"
 ASKED = f"linear@fp8={W8A8}"
+PROBED = replace(
+    load_profile("h100-80gb"), source="probe", toolchain=(("triton", "3.6"), ("torch", "2.11"), ("cuda", "13.0"))
+)
 LINEARS = {"linear:qkvz", "linear:qkv", "linear:o", "linear:gate_up", "linear:down"}
 
 
@@ -66,14 +69,26 @@ def test_it_is_taken_in_both_phases_where_it_is_asked_for_and_nowhere_else():
     assert "activations rounded to e4m3" in plan.explain()
 
 
-@pytest.mark.parametrize(("dtype", "owner"), [("bfloat16", "linear_by_rows"), ("float16", "linear_run")])
-def test_few_tokens_have_hopper_s_own_kernel_where_it_is_for_them(dtype: str, owner: str):
-    widening = pytest.importorskip("offroad.triton_kernels.linear_fp8", exc_type=ImportError).widening
-    sizes = (("n", 5120), ("k", 17408))
-    problem = Problem("linear", "decode", dtype, sizes=sizes, stored=("fp8.block128x128",))
-    for phase in ("decode", "prefill"):
-        few = widening(load_profile("h100-80gb"), replace(problem, phase=phase))
-        assert few.func.__module__.endswith(owner)
+@pytest.mark.parametrize(
+    ("device", "dtype", "said"),
+    [
+        (load_profile("h100-80gb"), "bfloat16", "else as hopper.linear_w8"),
+        (
+            load_profile("h100-80gb"),
+            "float16",
+            "else as triton.linear_w8 (hopper.linear_w8 needs activations in bfloat16",
+        ),
+        (PROBED, "bfloat16", "else as triton.linear_w8 (hopper.linear_w8 needs NVRTC"),
+    ],
+    ids=["own", "float16", "without NVRTC"],
+)
+def test_the_plan_says_who_widens_weights_of_few_tokens_and_the_bound_kernel_does(device, dtype: str, said: str):
+    pytest.importorskip("triton")
+    problem = Problem("linear", "decode", dtype, sizes=(("n", 5120), ("k", 17408)), stored=("fp8.block128x128",))
+    kernels = default_registry().kernels
+    assert said in kernels[W8A8].check(device, problem).reason
+    name = said.split()[2]
+    assert kernels[W8A8].prepare(device, problem).func is kernels[name].prepare(device, problem).func
 
 
 def test_the_plan_has_memory_for_both_operands():
