@@ -32,7 +32,9 @@ class Turns:
         """Of the sequences that read their prompts, by age, those whose chunks have the next step that is not of rows
         that decode; none: they share one. `width`: tokens of a sequence's chunk, given a room for tokens."""
         able, room = [], budget
-        for job in reading:
+        for job in reading if self.short or self.long else ():
+            if not room:
+                break
             if tokens := width(job, room):
                 able.append(job)
                 room -= tokens
