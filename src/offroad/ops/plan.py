@@ -299,6 +299,11 @@ def _resolved(spec: ModelSpec, headers: Headers, resolver: Resolver, dtypes: Dty
     return cells
 
 
+def _step_tokens(settings: Settings, length: int) -> int:
+    """The most that a step has of sequences of up to `length` tokens."""
+    return min(settings.max_num_batched_tokens, length * settings.max_num_seqs)
+
+
 def plan(
     name: str,
     spec: ModelSpec,
@@ -321,9 +326,7 @@ def plan(
     k, dtypes = drafter.tokens if drafter else 0, Dtypes(dtype, kv_dtype)
     check_groups(spec, headers, ranks)
     block, length = bytes_of.block_of(spec), settings.max_model_len or spec.max_len
-    load = Load(
-        settings.max_num_seqs, k + 1, min(settings.max_num_batched_tokens, length * settings.max_num_seqs), length
-    )
+    load = Load(settings.max_num_seqs, k + 1, _step_tokens(settings, length), length)
     resolver = Resolver(registry, device, settings, load)
     store, lag, store_notes = kept_states(spec, headers, resolver, settings, dtypes, block, k)
     spec = spec.storing(store, lag)
@@ -335,7 +338,7 @@ def plan(
     graphs, divided = fitted(
         graphs, lambda taken: bytes_of.divide(spec, device, settings, weights, dtypes, block, k, taken, cells)
     )
-    chunk = min(settings.max_num_batched_tokens, divided.max_len * settings.max_num_seqs)
+    chunk = _step_tokens(settings, divided.max_len)
     values: dict[str, Any] = dict(
         model=name,
         family=spec.family,
