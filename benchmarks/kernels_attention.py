@@ -1,4 +1,5 @@
-"""Times Triton attention on this GPU: decode in GB/s of keys and values and as a share of 3.0 TB/s, prefill in TFLOP/s.
+"""Times attention on this GPU: decode in GB/s of keys and values and as a share of 3.0 TB/s, of Triton's kernel and, on
+Hopper, of its own beside it; prefill in TFLOP/s.
 
     python benchmarks/kernels_attention.py            # decode and prefill, the kernels' own tiles
     python benchmarks/kernels_attention.py --sweep    # decode with other tiles: which is best here
@@ -18,6 +19,8 @@ import torch
 
 from offroad.device.probe import probe_cuda
 from offroad.models.spec import AttentionSpec, RopeSpec
+from offroad.nvrtc import hopper
+from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
 from offroad.run.rows import PagedView, Rows
 from offroad.triton_kernels import attention as kernels
@@ -40,13 +43,15 @@ def rows_of(start: int, width: int, count: int) -> Rows:
     return Rows(positions, positions, *packed, *on_device, count, positions[:0], np.zeros(count, np.int32))
 
 
-def pages_of(kv_heads: int, dim: int, window: int | None, length: int, count: int, longest: int) -> PagedView:
+def pages_of(
+    kv_heads: int, dim: int, window: int | None, length: int, count: int, longest: int, kv: torch.dtype = torch.bfloat16
+) -> PagedView:
     """Pages of `count` rows of `length` positions at random places, in a table for `longest` positions."""
     first = max(0, length - window) // BLOCK if window else 0
     each = -(-length // BLOCK) - first
     table = torch.zeros((count + 1, -(-longest // BLOCK)), dtype=torch.int32, device="cuda")
     table[1:, first : first + each] = (torch.randperm(count * each, device="cuda") + 1).view(count, each).int()
-    k, v = (torch.randn((count * each + 1, BLOCK, kv_heads, dim), device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    k, v = (torch.randn((count * each + 1, BLOCK, kv_heads, dim), device="cuda").to(kv) for _ in "kv")
     return PagedView(k, v, table, BLOCK, window)
 
 
@@ -74,19 +79,28 @@ def seconds(call: Callable[[int], object], calls: int) -> float:
     return statistics.median(times[1:])
 
 
-def decode(shape: tuple, rows: int, context: int, longest: int, width: int = 1) -> tuple[float, float]:
-    """(seconds, bytes of keys and values) of one call."""
+def decode(
+    shape: tuple, rows: int, context: int, longest: int, width: int = 1, kv: torch.dtype = torch.bfloat16
+) -> tuple[list[float], float]:
+    """(seconds of Triton's kernel and of Hopper's, bytes of keys and values) of one call."""
     _, heads, kv_heads, dim, window = shape
     seen = min(context, window) if window else context
-    size = rows * seen * kv_heads * dim * 4
+    size = rows * seen * kv_heads * dim * 2 * kv.itemsize
     copies = max(1, min(16, int(2e8 / size) + 1))
-    views = [pages_of(kv_heads, dim, window, context, rows, longest) for _ in range(copies)]
+    views = [pages_of(kv_heads, dim, window, context, rows, longest, kv) for _ in range(copies)]
     step = rows_of(context - width, width, rows)
     q = torch.randn((rows * width, heads, dim), device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn((rows * width, kv_heads, dim), device="cuda", dtype=torch.bfloat16) for _ in "kv")
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, RopeSpec(dim, 1e4), window)
-    kernel = kernels.bind_decode(probe_cuda(), problem(heads, kv_heads, dim, "decode"))
-    return seconds(lambda i: kernel(q, k, v, views[i % copies], step, spec), max(16, copies)), size
+    asked = replace(problem(heads, kv_heads, dim, "decode"), kv_dtype=str(kv).removeprefix("torch."))
+    times = []
+    for name in ("triton.paged_decode", hopper.ATTENTION):
+        kernel = default_registry().kernels[name]
+        if not kernel.check(probe_cuda(), asked).ok:
+            continue
+        bound = kernel.prepare(probe_cuda(), asked)
+        times.append(seconds(lambda i, bound=bound: bound(q, k, v, views[i % copies], step, spec), max(16, copies)))
+    return times, size
 
 
 def prefill(shape: tuple, tokens: int, start: int) -> tuple[float, float]:
@@ -113,7 +127,7 @@ def sweep(shape: tuple) -> None:
                     tile = kernels.Tile(16, keys, warps, stages, 0)
                     kernels.decode_tile = lambda dim, wide, room, tile=tile: tile
                     try:
-                        shares = [size / time / PEAK for time, size in (
+                        shares = [size / times[0] / PEAK for times, size in (
                             decode(shape, 1, 16384, 40960), decode(shape, 64, 1024, 40960))]  # fmt: skip
                     except Exception as error:  # a tile that does not fit: the next
                         print(f"  {keys} keys, {warps} warps, {stages} stages: {type(error).__name__}")
@@ -123,6 +137,11 @@ def sweep(shape: tuple) -> None:
                     )
     finally:
         kernels.decode_tile = own
+
+
+def report(what: str, times: list[float], size: float) -> None:
+    figures = (f"{time * 1e6:8.1f} us {size / time / 1e9:5.0f} GB/s {size / time / PEAK:5.0%}" for time in times)
+    print(f"  decode {what}: {'; Hopper: '.join(figures)}", flush=True)
 
 
 def main() -> None:
@@ -135,15 +154,12 @@ def main() -> None:
         if arguments.sweep:
             sweep(shape)
             continue
-        for context in (1024, 16384):
-            for rows in (1, 8, 64):
-                if rows * context * shape[2] * shape[3] * 4 > 12e9:
-                    continue
-                time, size = decode(shape, rows, context, arguments.longest)
-                print(f"  decode {rows:2} x {context:5}: {time * 1e6:8.1f} us {size / time / 1e9:7.0f} GB/s "
-                      f"{size / time / PEAK:5.0%}", flush=True)  # fmt: skip
-        time, size = decode(shape, 1, 16384, arguments.longest, width=4)
-        print(f"  verify 4 wide, 1 x 16384: {time * 1e6:8.1f} us {size / time / PEAK:5.0%}", flush=True)
+        for kv in (torch.bfloat16, torch.float8_e5m2):
+            for context in (1024, 16384):
+                for rows in (1, 8, 32, 64):
+                    if rows * context * shape[2] * shape[3] * 4 <= 12e9:
+                        report(f"{rows:2} x {context:5}, {kv}", *decode(shape, rows, context, arguments.longest, kv=kv))
+        report("8 x 2048, 4 wide", *decode(shape, 8, 2048, arguments.longest, width=4))
         for tokens, start in ((8192, 0), (8192, 8192)):
             time, work = prefill(shape, tokens, start)
             print(

@@ -5,9 +5,10 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
 
 Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, in 4 bits with groups, zero
-points and gates, and in e4m3; Gated DeltaNet of rows of one token until records are folded. Run it once without the
-tool, so that kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck
-sees accesses beside it. Arguments name kernels: linear, delta.
+points and gates, and in e4m3; Gated DeltaNet of rows of one token until records are folded; attention of one and of
+several tokens, with windows and rows of 8 bits, over one and more partitions. Run it once without the tool, so that
+kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses
+beside it. Arguments name kernels: linear, delta, attention.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
+from attention_cases import Case, make  # noqa: E402
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
+from offroad.nvrtc import attention_few  # noqa: E402
 from offroad.nvrtc.linear_by_rows import product  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 
@@ -77,8 +80,25 @@ def run_delta() -> int:
     return launches
 
 
-RUNS: dict[str, Callable[[], int]] = {"linear": run_linear, "delta": run_delta}
+def run_attention() -> int:
+    launches = 0
+    kinds = [(torch.bfloat16, None), (torch.bfloat16, 100), (torch.float8_e5m2, None), (torch.float8_e4m3fn, 300)]
+    for dim, kv_heads, group in ((128, 2, 4), (256, 1, 6), (512, 1, 8)):
+        for kv, window in kinds:
+            for widths in ((1, 1, 1), (4, 1, 3)):
+                case = Case(
+                    (700, 0, 61), widths, kv_heads, group, dim, window, dtype=torch.bfloat16, kv=kv, device="cuda"
+                )
+                q, k, v, view, rows, spec = make(case)
+                out = attention_few.attention(q, k, v, view, rows, spec, other=None)
+                said(f"attention, heads of {dim}, {kv}, window {window}, {widths} tokens", out)
+                launches += 1
+    return launches
+
+
+RUNS: dict[str, Callable[[], int]] = {"linear": run_linear, "delta": run_delta, "attention": run_attention}
 
 if __name__ == "__main__":
+    attention_few.LEAST_STREAMS = 0
     launched = {name: RUNS[name]() for name in sys.argv[1:] or list(RUNS)}
     said(f"ran: {', '.join(f'{name} in {count} launches' for name, count in launched.items())}")

@@ -1,4 +1,4 @@
-"""Triton attention on a CUDA device: against the reference at real head sizes, batch invariance, graphs."""
+"""Triton's and Hopper's attention on a GPU: against the reference at real head sizes, batch invariance, graphs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,33 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu/triton_kernels"))
 from attention_cases import Case, make, problem, rows_of, tolerance  # noqa: E402
 
 from offroad.device.probe import probe_cuda  # noqa: E402
+from offroad.nvrtc import attention_few, hopper  # noqa: E402
 from offroad.ops.attention import attention  # noqa: E402
-from offroad.triton_kernels import attention as kernels  # noqa: E402
+from offroad.ops.registry import default_registry  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 F16, F32, BF16 = torch.float16, torch.float32, torch.bfloat16
 E5M2, E4M3 = torch.float8_e5m2, torch.float8_e4m3fn
-KERNELS = {"decode": kernels.bind_decode, "prefill": kernels.bind_prefill}
+KERNELS = {"decode": "triton.paged_decode", "prefill": "triton.paged_prefill", "hopper": hopper.ATTENTION}
+DECODE = ["decode", "hopper"]
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_too(monkeypatch):
+    monkeypatch.setattr(attention_few, "LEAST_STREAMS", 0)
 
 
 def bound(case: Case, phase: str):
-    return KERNELS[phase](probe_cuda(), problem(case, phase))
+    """A kernel for a case; "hopper" is one of decode's."""
+    asked, kernel = (
+        problem(case, "prefill" if phase == "prefill" else "decode"),
+        default_registry().kernels[KERNELS[phase]],
+    )
+    verdict = kernel.check(probe_cuda(), asked)
+    if not verdict.ok:
+        pytest.skip(verdict.reason)
+    return kernel.prepare(probe_cuda(), asked)
 
 
 def same(case: Case, phase: str) -> None:
@@ -41,18 +56,18 @@ def same(case: Case, phase: str) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 4, 128), (4, 6, 256), (4, 8, 512), (2, 1, 64), (2, 2, 80)])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_heads(phase: str, dtype: torch.dtype, kv_heads: int, group: int, dim: int):
-    widths = (1, 4, 2, 8, 1) if phase == "decode" else (1, 300, 63, 129, 700)
+    widths = (1, 4, 2, 8, 1) if phase != "prefill" else (1, 300, 63, 129, 700)
     same(Case((0, 61, 4100, 1030, 63), widths, kv_heads, group, dim, dtype=dtype, kv=dtype), phase)
 
 
 @pytest.mark.parametrize("kind", [E5M2, E4M3])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, F16])
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_8_bit_rows(phase: str, dtype: torch.dtype, scaled: bool, kind: torch.dtype):
-    widths = (1, 4) if phase == "decode" else (130, 70)
+    widths = (1, 4) if phase != "prefill" else (130, 70)
     for dim, window in ((128, None), (256, 300)):
         same(Case((700, 61), widths, 2, 4, dim, window, dtype=dtype, kv=kind, scaled=scaled), phase)
 
@@ -60,9 +75,9 @@ def test_8_bit_rows(phase: str, dtype: torch.dtype, scaled: bool, kind: torch.dt
 @pytest.mark.parametrize(
     ("window", "softcap", "pages_only"), [(1024, None, False), (100, 30.0, False), (512, None, True)]
 )
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_features(phase: str, window: int, softcap: float | None, pages_only: bool):
-    widths = (3, 1, 2) if phase == "decode" else (1500, 1, 200)
+    widths = (3, 1, 2) if phase != "prefill" else (1500, 1, 200)
     case = Case((2000, 0, 1023), widths, 4, 2, 256, window, softcap, BF16, BF16, pages_only=pages_only)
     same(case, phase)
 
@@ -71,9 +86,9 @@ def test_early_tokens_of_a_chunk_have_no_block():
     same(Case((0,), (1500,), 2, 2, 256, 512, dtype=BF16, kv=BF16, retired=True), "prefill")
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_long_contexts_and_pages_beyond_2_gib(phase: str):
-    width = 2 if phase == "decode" else 100
+    width = 2 if phase != "prefill" else 100
     blocks = 2**31 // (64 * 4 * 256 * 2) + 1200
     same(Case((70_000, 33_000), (width, 1), 4, 6, 256, dtype=BF16, kv=BF16, blocks=blocks), phase)
 
@@ -81,9 +96,9 @@ def test_long_contexts_and_pages_beyond_2_gib(phase: str):
 @pytest.mark.parametrize(
     ("kv_heads", "group", "dim", "window"), [(8, 4, 128, None), (4, 6, 256, None), (4, 2, 256, 700), (4, 8, 512, None)]
 )
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_a_row_alone_gives_the_bits_that_it_gives_among_others(phase: str, kv_heads, group, dim, window):
-    widths = (1, 4, 2, 1) if phase == "decode" else (300, 70, 129, 1)
+    widths = (1, 4, 2, 1) if phase != "prefill" else (300, 70, 129, 1)
     case = Case((5000, 61, 1030, 9000), widths, kv_heads, group, dim, window, dtype=BF16, kv=BF16, device="cuda")
     q, k, v, view, rows, spec = make(case)
     kernel = bound(case, phase)
@@ -95,10 +110,11 @@ def test_a_row_alone_gives_the_bits_that_it_gives_among_others(phase: str, kv_he
         assert torch.equal(kernel(q[span], k[span], v[span], view, alone, spec), together[span])
 
 
-def test_a_verify_row_gives_the_bits_of_single_tokens():
+@pytest.mark.parametrize("phase", DECODE)
+def test_a_verify_row_gives_the_bits_of_single_tokens(phase: str):
     case = Case((4090,), (8,), 4, 6, 256, dtype=BF16, kv=BF16, device="cuda")
     q, k, v, view, rows, spec = make(case)
-    kernel = bound(case, "decode")
+    kernel = bound(case, phase)
     together = kernel(q, k, v, view, rows, spec)
     for token in range(8):
         one = slice(token, token + 1)
@@ -119,11 +135,12 @@ def test_a_prompt_cut_anywhere_gives_the_same_bits():
         first = end
 
 
-def test_decode_in_a_graph_follows_lengths_on_the_device():
+@pytest.mark.parametrize("phase", DECODE)
+def test_decode_in_a_graph_follows_lengths_on_the_device(phase: str):
     """A graph that is captured at one length answers at another: nothing is sized by what the host knows of them."""
     case = Case((600, 900), (1, 1), 4, 6, 256, dtype=BF16, kv=BF16, device="cuda")
     q, k, v, view, rows, spec = make(case)
-    kernel = bound(case, "decode")
+    kernel = bound(case, phase)
     kernel(q, k, v, view, rows, spec)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -135,3 +152,8 @@ def test_decode_in_a_graph_follows_lengths_on_the_device():
     shorter = rows_of(np.array([300, 70]), np.array([1, 1]), rows.slot, "cuda")
     expected = attention(q, k, v, view, shorter, spec)
     torch.testing.assert_close(out.float(), expected.float(), **tolerance(case))
+
+
+def test_many_rows_of_very_different_lengths():
+    lengths = (70_000, 1, 0, *range(64, 64 * 95, 64))
+    same(Case(lengths, (1,) * len(lengths), 2, 4, 128, dtype=BF16, kv=BF16), "hopper")

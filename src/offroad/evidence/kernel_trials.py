@@ -308,7 +308,8 @@ def _attention(make: Maker) -> Iterator[Trial]:
     small = make.device.type == "cpu"
     steps = (((90, 40), (0, 30)),) if make.problem.phase == "prefill" else (((300, 1), (0, 1), (64, 3)),)
     if not small:
-        steps += (((1500, 300),),) if make.problem.phase == "prefill" else (((4095, 1),),)
+        many = tuple((100 * row, 1) for row in range(32))
+        steps += (((1500, 300),),) if make.problem.phase == "prefill" else (((4095, 1),), many)
     least = FIRST if make.has("first") else 0  # a query below sees nothing
     for parts in (tuple((max(start, least), width) for start, width in step) for step in steps):
         tokens, rows, view = sum(width for _, width in parts), rows_of(make, parts), pages(make, spec, parts)

@@ -7,8 +7,11 @@ from __future__ import annotations
 from functools import partial
 
 from offroad.device.profile import DeviceProfile
+from offroad.nvrtc import attention_few as few
+from offroad.nvrtc.linear_args import SHARED
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.quant.packed import group_of
+from offroad.triton_kernels import attention as paged
 from offroad.triton_kernels import delta
 from offroad.triton_kernels.kernel import Limits, TritonKernel
 from offroad.triton_kernels.linear import W8A8, limits_of, workspace
@@ -16,9 +19,8 @@ from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
 LINEAR_W4, LINEAR_W8 = "hopper.linear_w4", "hopper.linear_w8"
-GATED, DELTA = "hopper.gated_linear", "hopper.gated_delta"
+GATED, DELTA, ATTENTION = "hopper.gated_linear", "hopper.gated_delta", "hopper.paged_decode"
 HOPPER = (9, 0)
-SHARED = 232_448  # bytes of a block of the linears, at most
 DIM, TAPS = 128, 4  # of heads, of the convolution
 STORED = {W4: "affine4.", W8: "fp8."}
 READS = {W4: "4-bit integers with scales and zero points", W8: "numbers in e4m3 with scales"}
@@ -31,6 +33,10 @@ FOR_LINEARS = {
     W8: f"{_OURS}; others, and {_SMALL}, by Triton's",
 }
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
+FOR_ATTENTION = (
+    f"{few.LEAST_STREAMS} and more rows times KV heads by a CUDA C++ kernel for Hopper, whose warps have partitions of "
+    "all rows alike; fewer by Triton's"
+)
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
 
@@ -81,6 +87,27 @@ def _delta_limits(device: DeviceProfile, problem: Problem) -> str | None:
     return None if dims == (DIM, DIM, TAPS) else f"needs heads of 128 by 128 and a convolution of 4, not {dims}"
 
 
+def _attention_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    if reason := _elsewhere(device):
+        return reason
+    dim, block = problem.size("head_dim"), problem.size("block")
+    eight = problem.kv_dtype in paged.KINDS
+    if not eight and problem.kv_dtype != "bfloat16":
+        return f"reads rows in bfloat16, {' and '.join(paged.KINDS)}; asked: {problem.kv_dtype}"
+    if dim not in few.DIMS[eight:]:
+        return f"takes heads of {', '.join(map(str, few.DIMS[eight:]))} with rows in {problem.kv_dtype}; asked: {dim}"
+    if block < few.LEAST_BLOCK or block & (block - 1):
+        return f"needs blocks of a power of 2 of {few.LEAST_BLOCK} tokens and more; planned: {block}"
+    return paged.limits(paged.DECODE)(device, problem)
+
+
+def _bind_attention(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels import dependent
+
+    dependent.allow(few.EARLY)
+    return partial(few.attention, other=paged.bind_decode(device, problem))
+
+
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.nvrtc import linear_by_rows
     from offroad.triton_kernels import dependent
@@ -99,6 +126,14 @@ def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(gated_delta, tiles=delta.tiles(device, problem.dtype), single=single)
 
 
+def _attention_shared(device: DeviceProfile, problem: Problem) -> int:
+    return SHARED
+
+
+def _attention_sums(device: DeviceProfile, problem: Problem) -> int:
+    return max(few.partials(problem), paged.partials(device, problem))
+
+
 def _linear_shared(device: DeviceProfile, problem: Problem) -> int:
     return SHARED
 
@@ -115,7 +150,7 @@ BFLOAT16 = frozenset({"bfloat16"})
 
 
 def register(registry: Registry) -> None:
-    """Adds the linears and Gated DeltaNet; their ops must be there."""
+    """Adds the linears, attention and Gated DeltaNet; their ops must be there."""
     linears = [
         TritonKernel(
             name,
@@ -145,7 +180,20 @@ def register(registry: Registry) -> None:
         cost=0.9,
         temporary=delta.chunk_bytes,
     )
-    for kernel in (*linears, rule):
+    attention = TritonKernel(
+        ATTENTION,
+        "attention",
+        _bind_attention,
+        _attention_limits,
+        _attention_shared,
+        features=paged.FEATURES,
+        dtypes=BFLOAT16,
+        reason=FOR_ATTENTION,
+        cost=0.9,
+        invariant=False,
+        workspace=_attention_sums,
+    )
+    for kernel in (*linears, rule, attention):
         registry.add(kernel)
 
 

@@ -10,8 +10,9 @@ import torch
 
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
-from offroad.nvrtc.hopper import LEAST_BLOCKS, SHARED
-from offroad.nvrtc.linear_args import BITS, GATES, SCALES, TARGET, map_of
+from offroad.nvrtc.hopper import LEAST_BLOCKS
+from offroad.nvrtc.linear_args import BITS, GATES, SCALES, SHARED, TARGET
+from offroad.nvrtc.tensor_map import map_of
 from offroad.triton_kernels.dependent import launching
 from offroad.triton_kernels.linear_pack import BLOCK_K, Records
 from offroad.triton_kernels.linear_run import card, stored

@@ -12,7 +12,7 @@ import torch
 
 from offroad.device.profile import DeviceProfile
 from offroad.models.spec import AttentionSpec
-from offroad.ops.spec import Bound, Problem, Registry
+from offroad.ops.spec import Bound, Load, Problem, Registry
 from offroad.run.rows import PagedView, Rows
 from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.memory import MEMORY
@@ -22,6 +22,7 @@ WORKSPACE = 128 << 20  # bytes of partial results at once: more rows take more l
 KINDS = {"float8_e5m2": 1, "float8_e4m3fn": 2}  # kv_rows.E5M2, E4M3; others are plain
 SMALLEST = 128  # tokens of the shortest partition
 _ITEMSIZE = {"float32": 4, "float8_e5m2": 1, "float8_e4m3fn": 1}
+DECODE, PREFILL = frozenset({"decode", "verify", "draft"}), frozenset({"prefill"})
 FEATURES = frozenset({"window", "softcap", "pages_only"})
 
 
@@ -89,8 +90,10 @@ def precision_of(dtype: str) -> str:
     return "ieee" if dtype == "float32" else "tf32"
 
 
-def _limits(phases: frozenset[str]) -> Any:
-    def limits(device: DeviceProfile, problem: Problem) -> str | None:
+def limits(phases: frozenset[str]) -> Any:
+    """The part of `check` that is for both kernels, in these phases."""
+
+    def of(device: DeviceProfile, problem: Problem) -> str | None:
         if problem.phase not in phases:
             return f"is for {', '.join(sorted(phases))}; asked: {problem.phase}"
         if problem.size("head_dim") > LARGEST_HEAD:
@@ -103,7 +106,7 @@ def _limits(phases: frozenset[str]) -> Any:
             return f"reads e4m3 rows by cvt_e4m3, which {device.name} has not; use --kv-cache-dtype fp8_e5m2"
         return None
 
-    return limits
+    return of
 
 
 def partition_of(position: int, base: int, grows: bool) -> int:
@@ -125,53 +128,58 @@ def _partitions(view: PagedView, width: int) -> tuple[int, int]:
     return partitions(view.window or 0, view.table.shape[1] * view.block, width)
 
 
-def _of(problem: Problem) -> tuple[int, int, int, int]:
+def sizes_of(problem: Problem) -> tuple[int, int, int, int]:
     """(heads, KV heads, head dim, window or 0)."""
     sizes = dict(problem.sizes)
     return sizes["heads"], sizes["kv_heads"], sizes["head_dim"], sizes.get("window", 0)
 
 
-def _partials(device: DeviceProfile, problem: Problem) -> int:
+def longest(load: Load, block: int) -> int:
+    """Positions that a row's columns of the tables are for."""
+    return (-(-(load.length + load.width) // block) + 1) * block
+
+
+def partials(device: DeviceProfile, problem: Problem) -> int:
     """Bytes of partial results of a launch of the widest rows, at their longest."""
-    heads, _, dim, window = _of(problem)
+    heads, _, dim, window = sizes_of(problem)
     load, block = problem.load, dict(problem.sizes).get("block", 1)
     if not load.rows:
         return 0
-    longest = (-(-(load.length + load.width) // block) + 1) * block  # as the tables are
-    row = load.width * heads * partitions(window, longest, load.width)[1] * (dim + 2) * 4
+    row = load.width * heads * partitions(window, longest(load, block), load.width)[1] * (dim + 2) * 4
     return row * min(load.rows, max(1, WORKSPACE // row))
 
 
 def _fresh(device: DeviceProfile, problem: Problem) -> int:
     """Bytes of a step's own rows as they are stored in pages; values of a fused projection do not lie side by side."""
-    _, kv_heads, dim, _ = _of(problem)
+    _, kv_heads, dim, _ = sizes_of(problem)
     return 2 * problem.load.tokens * kv_heads * dim * _ITEMSIZE.get(problem.kv_dtype, 2)
 
 
-def _rows_of(x: torch.Tensor) -> torch.Tensor:
+def side_by_side(x: torch.Tensor) -> torch.Tensor:
     """x [tokens, heads, dim] with heads side by side in a token's row."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def _pages(view: PagedView) -> tuple[torch.Tensor, torch.Tensor]:
+def pages_of(view: PagedView) -> tuple[torch.Tensor, torch.Tensor]:
     assert view.k.is_contiguous(), "pages lie in one piece"
     assert view.v.is_contiguous(), "pages lie in one piece"
     return (view.k.view(torch.uint8), view.v.view(torch.uint8)) if view.k.dtype.itemsize == 1 else (view.k, view.v)
 
 
-def _kind(view: PagedView) -> int:
+def kind_of(view: PagedView) -> int:
     return KINDS.get(str(view.k.dtype).removeprefix("torch."), 0)
 
 
-def _store(
+def store(
     k: torch.Tensor, v: torch.Tensor, view: PagedView, rows: Rows, fresh: tuple[torch.Tensor, torch.Tensor] | None
 ) -> None:
     """Stores a step's rows in pages if the view is writable, and as they are stored there in `fresh` if given."""
     from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.kv_rows import store_rows
 
-    k, v = _rows_of(k), _rows_of(v)
-    k_pages, v_pages = _pages(view)
+    assert view.writable, "a reader of another layer's pages has no rows of its own"
+    k, v = side_by_side(k), side_by_side(v)
+    k_pages, v_pages = pages_of(view)
     k_fresh, v_fresh = fresh or (k_pages, v_pages)
     k_scale, v_scale = (rows.start_t if x is None else x for x in (view.k_scale, view.v_scale))
     widest = int(rows.width.max())
@@ -181,7 +189,7 @@ def _store(
         k, v, k_pages, v_pages, k_fresh, v_fresh,
         view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, k_scale, v_scale,
         k.stride(0), v.stride(0), view.table.stride(0),
-        KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=_kind(view),
+        KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=kind_of(view),
         SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4,
         **launching(k.shape[0]),
     )  # fmt: skip
@@ -213,14 +221,14 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         splits = max(1, min(partitions, programs // (count * kv_heads * tiles)))
         scaled = view.k_scale is not None
         k_scale, v_scale = (view.k_scale, view.v_scale) if scaled else (space, space)
-        k_pages, v_pages = _pages(view)
+        k_pages, v_pages = pages_of(view)
         lists = (rows.slot_t[part], rows.start_t[part], rows.width_t[part], rows.offset_t[part])
         window = view.window or 0
         paged_decode[(count, kv_heads * tiles, splits)](
             q, k_pages, v_pages, view.table, *lists, k_scale, sums, largest, total,
             spec.scale, spec.softcap or 0.0, q.stride(0), view.table.stride(0), partitions, first,
             KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK=view.block,
-            TILE=tile.keys, WINDOW=window, BASE=base, KIND=_kind(view), SCALED=scaled,
+            TILE=tile.keys, WINDOW=window, BASE=base, KIND=kind_of(view), SCALED=scaled,
             SOFTCAP=spec.softcap is not None, PRECISION=precision, num_warps=tile.warps, num_stages=tile.stages,
             **launching(tokens),
         )  # fmt: skip
@@ -239,14 +247,13 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         """As `ops.attention.attention`; rows of this step are stored first, and read from pages like older ones."""
-        q = _rows_of(q)
+        q = side_by_side(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if not len(rows.slot):  # a chunk that wants nothing, narrowed for layers that store nothing
             return out.flatten(1)
         if k is not None:
             assert v is not None
-            assert view.writable, "a reader of another layer's pages has no rows of its own"
-            _store(k, v, view, rows, None)
+            store(k, v, view, rows, None)
         widest, total = int(rows.width.max()), len(rows.slot)
         row_bytes = widest * heads * _partitions(view, widest)[1] * (dim + 2) * 4
         step = max(1, WORKSPACE // row_bytes)
@@ -274,17 +281,16 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         """As `ops.attention.attention`; rows of this step are stored first, but read from `k` and `v`."""
-        q = _rows_of(q)
+        q = side_by_side(q)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        k_pages, v_pages = _pages(view)
+        k_pages, v_pages = pages_of(view)
         fresh = (k_pages, v_pages)
         if k is not None:
             assert v is not None
-            assert view.writable, "a reader of another layer's pages has no rows of its own"
             as_is = k.dtype == view.k.dtype and k.is_contiguous() and v.is_contiguous()
             copies = [torch.empty(k.shape, dtype=k_pages.dtype, device=k.device) for _ in "kv"]
             fresh = (k, v) if as_is else (copies[0], copies[1])
-            _store(k, v, view, rows, None if as_is else fresh)
+            store(k, v, view, rows, None if as_is else fresh)
         scaled = view.k_scale is not None
         k_scale, v_scale = (view.k_scale, view.v_scale) if scaled else (rows.start_t, rows.start_t)
         tiles = -(-int(rows.width.max()) * heads // kv_heads // tile.queries)
@@ -292,7 +298,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
             q, out, k_pages, v_pages, *fresh, view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t,
             k_scale, v_scale, spec.scale, spec.softcap or 0.0, q.stride(0), view.table.stride(0),
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tile.queries,
-            BLOCK=view.block, TILE=tile.keys, WINDOW=view.window or 0, OWN=k is not None, KIND=_kind(view),
+            BLOCK=view.block, TILE=tile.keys, WINDOW=view.window or 0, OWN=k is not None, KIND=kind_of(view),
             SCALED=scaled, SOFTCAP=spec.softcap is not None, PRECISION=precision,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -311,25 +317,23 @@ def _shared_decode(device: DeviceProfile, problem: Problem) -> int:
 
 def register(registry: Registry) -> None:
     """Adds the kernels."""
-    decode = frozenset({"decode", "verify", "draft"})
     registry.add(
         TritonKernel(
             "triton.paged_decode",
             "attention",
             bind_decode,
-            _limits(decode),
+            limits(DECODE),
             _shared_decode,
             FEATURES,
-            workspace=_partials,
+            workspace=partials,
         )
     )
-    prefill = frozenset({"prefill"})
     registry.add(
         TritonKernel(
             "triton.paged_prefill",
             "attention",
             bind_prefill,
-            _limits(prefill),
+            limits(PREFILL),
             _shared_prefill,
             FEATURES,
             temporary=_fresh,

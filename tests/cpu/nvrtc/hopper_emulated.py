@@ -104,9 +104,9 @@ def _words(numbers: list[int]) -> ctypes.Array:
     return (ctypes.c_uint64 * (len(numbers) + 3))(*numbers, 0, 0, 0)
 
 
-def map_of(address: int, rows: int, k: int, tokens: int) -> tuple[int, ...]:
-    """The words of the emulator's tensor map: bf16 [rows, k], boxes of `tokens` rows and 64 columns."""
-    return (address, k, rows, 2 * k, 64, tokens, *[0] * 10)
+def map_of(address: int, rows: int, columns: int, high: int, itemsize: int = 2, chunks: int = 0) -> tuple[int, ...]:
+    """The words of the emulator's tensor map, of what `offroad.nvrtc.tensor_map.map_of` says."""
+    return (address, columns, rows, itemsize * columns, 128 // itemsize, high, itemsize, chunks, *[0] * 8)
 
 
 class Emulated:

@@ -17,7 +17,7 @@ from offroad.nvrtc.report import tensor_instructions
 
 pytest.importorskip("triton")  # has the disassembler; linears read the records of its kernels
 
-from offroad.nvrtc import delta_token, linear_few, linear_hopper  # noqa: E402
+from offroad.nvrtc import attention_few, delta_token, linear_few, linear_hopper  # noqa: E402
 from offroad.nvrtc.linear_args import GATES, TARGET  # noqa: E402
 from offroad.nvrtc.linear_few import Kind  # noqa: E402
 from offroad.nvrtc.linear_hopper import STAGES, WARPGROUPS, threads  # noqa: E402
@@ -98,6 +98,27 @@ def test_linears_fit_and_do_not_spill(tokens: int, request: pytest.FixtureReques
         assert there <= 65_536, source.label
         # Else those that take registers would wait for ever.
         assert 128 * (give + WARPGROUPS[tokens] * take) <= there, source.label
+
+
+# Dims, KV heads and their queries, blocks: of Qwen3-8B, Qwen3.5-27B, Gemma-4's two, and others.
+HEADS = [(128, 8, 4, 64), (256, 4, 6, 64), (512, 4, 8, 64), (256, 16, 2, 64), (64, 3, 3, 16), (128, 4, 16, 16)]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("dim", "kv_heads", "group", "block"), HEADS)
+def test_attention_of_few_queries_fits_and_does_not_spill(dim: int, kv_heads: int, group: int, block: int, request):
+    """Of one token and of four, of bf16 and of e5m2, which e4m3 is like."""
+    every = request.config.getoption("--thorough")
+    for stored, tokens in product((0, 1, 2) if every else (0, 1), (1, 2, 4, 8) if every else (1, 4)):
+        if stored and dim == 64:
+            continue
+        for window, softcap in product((False, True), repeat=2) if every else [(kv_heads == 16, False)]:
+            kind = attention_few.Kind(dim, kv_heads, group, stored, block, window, softcap)
+            source = attention_few.source(kind, group * tokens)
+            resources, instructions = image_of(source, "attend")
+            assert (resources.spilled, resources.stack) == (0, 0), source.label
+            assert instructions >= 32, source.label
+            assert source.shared <= SHARED, source.label
 
 
 @needs_nvrtc

@@ -10,10 +10,10 @@ import pytest
 
 from offroad.device.profile import DeviceProfile, load_profile
 from offroad.engine import make_plan
-from offroad.nvrtc import hopper
+from offroad.nvrtc import attention_few, hopper
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry
-from offroad.ops.spec import Problem
+from offroad.ops.spec import Load, Problem
 from offroad.quant.packed import FP8_BLOCKS
 from offroad.settings import Settings
 from offroad.triton_kernels.linear import W8A8
@@ -32,6 +32,12 @@ def linear(**changes) -> Problem:
 def delta(features: tuple[str, ...] = ("silu", "replay"), **sizes: int) -> Problem:
     every = {"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "kernel": 4} | sizes
     return Problem("gated_delta", "decode", "bfloat16", sizes=tuple(every.items()), features=frozenset(features))
+
+
+def paged(dim: int = 128, block: int = 64, features: tuple[str, ...] = (), **changes) -> Problem:
+    sizes = (("heads", 32), ("kv_heads", 8), ("head_dim", dim), ("window", 1024), ("block", block))
+    made = Problem("attention", "decode", "bfloat16", "bfloat16", sizes, frozenset(features))
+    return replace(made, **changes)
 
 
 def gated(n: int = 34816, parts: tuple = GATED) -> Problem:
@@ -58,6 +64,9 @@ def probed(**tools: str) -> DeviceProfile:
         (hopper.GATED, gated(parts=(("linear:gate_up", W8A8), GATED[1]))),
         (hopper.DELTA, delta()),
         (hopper.DELTA, delta(("sigmoid", "replay"), value_heads=32)),
+        (hopper.ATTENTION, paged(64)),
+        (hopper.ATTENTION, paged(512, 16, ("window", "softcap", "pages_only"), kv_dtype="float8_e5m2", phase="verify")),
+        (hopper.ATTENTION, paged(256, 128, kv_dtype="float8_e4m3fn", phase="draft")),
     ],
 )
 def test_what_they_take(name: str, problem: Problem):
@@ -86,6 +95,13 @@ def test_what_they_take(name: str, problem: Problem):
         (hopper.GATED, gated(n=2 * 96), "multiple of 64"),
         (hopper.GATED, gated(parts=(("linear:gate_up", "triton.linear_w4"), GATED[1])), "triton.linear_w4"),
         (hopper.DELTA, delta(("silu",)), "written at every token"),
+        (hopper.ATTENTION, paged(80), "64, 128, 256, 512"),
+        (hopper.ATTENTION, paged(64, kv_dtype="float8_e5m2"), "takes heads of 128, 256, 512"),
+        (hopper.ATTENTION, paged(kv_dtype="float16"), "reads rows in bfloat16"),
+        (hopper.ATTENTION, paged(dtype="float16"), "bfloat16"),
+        (hopper.ATTENTION, paged(phase="prefill"), "asked: prefill"),
+        (hopper.ATTENTION, paged(block=48), "power of 2"),
+        (hopper.ATTENTION, paged(block=8), "16 tokens and more"),
         (hopper.DELTA, delta(key_dim=64), "128 by 128"),
         (hopper.DELTA, delta(kernel=3), "convolution of 4"),
     ],
@@ -99,7 +115,7 @@ def test_what_they_refuse(name: str, problem: Problem, reason: str):
 @pytest.mark.parametrize("name", ["rtx5090", "gb10", "v100-32gb"])
 def test_other_devices_have_none(name: str):
     eight = (hopper.LINEAR_W8, linear(stored=(FP8_BLOCKS,)))
-    for kernel, problem in ((hopper.LINEAR_W4, linear()), eight, (hopper.DELTA, delta())):
+    for kernel, problem in ((hopper.LINEAR_W4, linear()), eight, (hopper.DELTA, delta()), (hopper.ATTENTION, paged())):
         assert not default_registry().kernels[kernel].check(load_profile(name), problem).ok
 
 
@@ -125,6 +141,21 @@ def test_a_plan_has_them_for_what_is_stored_in_4_bits_or_in_e4m3(scheme: str, ke
     assert not any(linears[name].startswith("hopper.") for name in ("head", "ba"))
     assert linears["gated_linear"] == hopper.GATED
     assert linears["gated_delta"] == hopper.DELTA
+
+
+def test_a_plan_has_attention_of_few_queries_only():
+    cells = {(cell.op, cell.phase): choice for cell, choice in planned("w4a16-g128").cells.items()}
+    assert cells["attention", "decode"].kernel == hopper.ATTENTION
+    assert cells["attention", "prefill"].kernel == "triton.paged_prefill"
+
+
+def test_memory_for_what_partitions_give_is_planned_for_either_kernel():
+    """Of both kernels that rows go to, whichever takes more."""
+    problem = replace(paged(512, phase="verify"), load=Load(rows=32, tokens=96, width=3, length=40_000))
+    ours, triton = (
+        default_registry().kernels[name].check(H200, problem) for name in (hopper.ATTENTION, "triton.paged_decode")
+    )
+    assert ours.workspace == max(attention_few.partials(problem), triton.workspace) > 0
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-g128", "fp8-block"])

@@ -37,6 +37,7 @@ class Case:
 
 def problem(case: Case, phase: str) -> Problem:
     sizes = {"heads": case.kv_heads * case.group, "kv_heads": case.kv_heads, "head_dim": case.dim, "block": BLOCK}
+    sizes |= {"window": case.window} if case.window else {}
     features = {"window": case.window, "softcap": case.softcap, "pages_only": case.pages_only}
     names = [str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.kv)]
     return Problem("attention", phase, *names, tuple(sizes.items()), frozenset(n for n, on in features.items() if on))

@@ -61,9 +61,38 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int col
         "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
+// As `copy_box`, of a map with chunks of a row in front of rows, and of memory that is read once: rows from `row` on, all
+// of the chunks of a box from `chunk` on, one behind the other.
+__device__ __forceinline__ void copy_chunks_once(void* to, const TensorMap* map, int row, int chunk, u64* barrier) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(shared_address(barrier)), "l"(policy) : "memory");
+}
+
+// What threads have written to shared memory comes before copies that are started behind this.
+__device__ __forceinline__ void copies_come_behind() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies 4 bytes, or zeros if not `real`: see `wait_for_words`.
+__device__ __forceinline__ void copy_word(u32 to, const void* from, bool real) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(real ? 4 : 0) : "memory");
+}
+
+// Waits for the words that this thread copies.
+__device__ __forceinline__ void wait_for_words() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Adds one to a counter, behind everything that this thread and those that it has synchronised with have written.
 __device__ __forceinline__ void arrive_released(u32* counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+// The same; what it was before, in front of everything that is read from here on.
+__device__ __forceinline__ u32 arrive_ordered(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 __device__ __forceinline__ u32 acquired(const u32* counter) {
@@ -93,12 +122,26 @@ __device__ __forceinline__ void give_registers() { asm volatile("setmaxnreg.dec.
 template <int REGISTERS>
 __device__ __forceinline__ void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// Four 8 x 8 matrices of halves, of which lane i has the address of row i % 8 of the i / 8-th: a lane gets elements 2 *
+// Four 8 x 8 matrices of halves, of which lane i has the shared address of row i % 8 of the i / 8-th: a lane gets elements 2 *
 // (lane % 4) and the next of row lane / 4 of each.
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], const void* row) {
+__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                 : "r"(shared_address(row)) : "memory");
+                 : "r"(row) : "memory");
+}
+
+// As `load_matrices`, of matrices that are transposed on the way.
+__device__ __forceinline__ void load_matrices_across(u32 (&to)[4], u32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row) : "memory");
+}
+
+// An 8 x 8 matrix of halves that lanes have as `load_matrices` gives it, transposed.
+__device__ __forceinline__ u32 transposed(u32 halves) {
+    u32 across;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(across) : "r"(halves));
+    return across;
 }
 
 // sums += a b: 16 rows of `a`, 16 k's, 8 columns of `b`, a warp's.

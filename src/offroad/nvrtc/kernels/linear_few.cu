@@ -182,7 +182,7 @@ __device__ __forceinline__ void consume(const Args& p, unsigned char* base, u64*
 #pragma unroll
         for (int i = 0; i < TOKENS / 2; i++) {
             const int token = i / 4 * 8 + lane % 8, chunk = i % 2 * 4 + lane / 8;
-            load_matrices(x[i / 4][i % 4], slot + i % 4 / 2 * HALF_X + token * 128 + (chunk ^ lane % 8) * 16);
+            load_matrices(x[i / 4][i % 4], shared_address(slot + i % 4 / 2 * HALF_X + token * 128 + (chunk ^ lane % 8) * 16));
         }
         float ones[FOLD][TOKENS / 8][2];
         if (MINIMA) sum_x(ones, x);

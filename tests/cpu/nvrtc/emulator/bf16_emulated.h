@@ -18,6 +18,8 @@ inline u16 narrow_exact(double x) {
     return narrow(__uint_as_float(bits));
 }
 
+inline u32 narrow_two(float low, float high) { return narrow(low) | (u32)narrow(high) << 16; }
+inline float power(float x) { return x < -126 ? 0 : std::exp2(x); }
 inline float wide_half(u16 bits) { return __half2float({bits}); }
 inline u32 masked_or(u32 bits, u32 mask, u32 more) { return (bits & mask) | more; }
 inline u32 picked(u32 word, u32 which) {

@@ -164,10 +164,19 @@ inline T __shfl_sync(unsigned, T x, int lane) {
     emulator::warp_barrier();
     return result;
 }
-inline float __shfl_up_sync(unsigned mask, float x, int lanes) {
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T x, int lanes) {
     int lane = emulator::current->number % 32;
     return __shfl_sync(mask, x, lane < lanes ? lane : lane - lanes);
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    unsigned bits = 0;
+    auto& warp = emulator::exchange(&x);
+    for (int i = 0; i < 32; i++) bits |= (unsigned)*(const bool*)warp.items[i] << i;
+    emulator::warp_barrier();
+    return bits;
+}
+inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x); }
 inline unsigned atomicAdd(unsigned* at, unsigned x) {
     unsigned before = *at;
     *at += x, emulator::progress++;
@@ -183,6 +192,8 @@ template <class T>
 inline T __ldcs(const T* at) {
     return *at;
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline float __uint_as_float(unsigned bits) {
     float x;
     memcpy(&x, &bits, sizeof x);

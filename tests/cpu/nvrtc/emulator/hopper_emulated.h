@@ -46,12 +46,13 @@ inline void check_copy(const void* to, const void* from, size_t bytes) {
 inline unsigned swizzled(unsigned address) { return address ^ (address >> 7 & 7) << 4; }
 
 inline void place_box(unsigned char* memory, unsigned to, const TensorMap& map, int column, int row) {
-    const u64 *w = map.words, columns = w[1], rows = w[2], pitch = w[3], wide = w[4], high = w[5];
+    const u64 *w = map.words, columns = w[1], rows = w[2], pitch = w[3], wide = w[4], high = w[5], size = w[6];
     for (unsigned r = 0; r < high; r++)
         for (unsigned c = 0; c < wide; c++) {
             const bool inside = (u64)(row + r) < rows && (u64)(column + c) < columns;
-            const u16* from = (const u16*)(w[0] + (row + r) * pitch) + column + c;
-            *(u16*)(memory + swizzled(to + r * 128 + c * 2)) = inside ? *from : 0;
+            unsigned char* place = memory + swizzled(to + r * 128 + c * size);
+            if (inside) memcpy(place, (const void*)(w[0] + (row + r) * pitch + (column + c) * size), size);
+            else memset(place, 0, size);
         }
 }
 
@@ -130,6 +131,9 @@ inline void nothing_is_left() {
     if (products[&current_warp()].queue.size()) fail("a thread left while its products were on their way");
 }
 
+// Copies of words that a thread has not waited for.
+inline std::map<const Thread*, std::vector<std::pair<u32, const u32*>>> words;
+
 inline bool turn = true;  // the kernel before has ended
 }  // namespace emulator
 
@@ -162,13 +166,31 @@ inline void copy_box(void* to, const TensorMap* given, int column, int row, u64*
     if (map.words[0] % 16 || map.words[3] % 16 || address % 128) emulator::fail("a box that copies cannot have");
     emulator::later.push_back([=] {
         emulator::place_box(memory, address, map, column, row);
-        emulator::barrier_at(barrier)->bring(map.words[4] * map.words[5] * 2);
+        emulator::barrier_at(barrier)->bring(map.words[4] * map.words[5] * map.words[6]);
     });
 }
-inline void arrive_released(u32* counter) {
-    emulator::rest();
-    ++*counter, emulator::progress++;
+inline void copy_chunks_once(void* to, const TensorMap* given, int row, int chunk, u64* barrier) {
+    const u64 size = given->words[6], wide = given->words[4], high = given->words[5];
+    for (u64 i = 0; i < given->words[7]; i++) {
+        if (((chunk + i + 1) * wide) > given->words[1]) emulator::fail("a chunk that rows do not have");
+        copy_box((unsigned char*)to + i * high * wide * size, given, (chunk + i) * wide, row, barrier);
+    }
 }
+inline void copies_come_behind() {}
+inline void copy_word(u32 to, const void* from, bool real) {
+    if (to % 4 || (u64)from % 4) emulator::fail("a word not at whole 4 bytes");
+    emulator::words[emulator::current].push_back({to, real ? (const u32*)from : nullptr});
+}
+inline void wait_for_words() {
+    for (auto [to, from] : emulator::words[emulator::current]) *(u32*)(emulator::here().memory + to) = from ? *from : 0;
+    emulator::words[emulator::current].clear();
+}
+inline u32 arrive_ordered(u32* counter) {
+    emulator::rest();
+    emulator::progress++;
+    return (*counter)++;
+}
+inline void arrive_released(u32* counter) { arrive_ordered(counter); }
 inline u32 acquired(const u32* counter) { return *counter; }
 inline void wait_a_little() { emulator::pass(1); }
 inline void let_next_start() {}
@@ -187,14 +209,41 @@ inline void give_registers() {}
 template <int REGISTERS>
 inline void take_registers() {}
 
-inline void load_matrices(u32 (&to)[4], const void* row) {
+inline const void* matrix_row(u32 address) {
     emulator::rest();
-    if (shared_address(row) % 16) emulator::fail("a matrix's row not at whole 16 bytes");
+    if (address % 16) emulator::fail("a matrix's row not at whole 16 bytes");
+    return emulator::here().memory + address;
+}
+inline void load_matrices(u32 (&to)[4], u32 address) {
+    const void* row = matrix_row(address);
     auto& warp = emulator::exchange(&row);
     const int lane = emulator::current->number % 32;
     for (int i = 0; i < 4; i++)
         memcpy(&to[i], *(const unsigned char* const*)warp.items[i * 8 + lane / 4] + lane % 4 * 4, 4);
     emulator::warp_barrier();
+}
+// Lane's column of the matrix whose rows begin at `rows[8]`.
+inline u32 column_of(const void* const* rows, int lane) {
+    const int column = lane / 4, first = lane % 4 * 2;
+    return ((const u16*)rows[first])[column] | (u32)((const u16*)rows[first + 1])[column] << 16;
+}
+inline void load_matrices_across(u32 (&to)[4], u32 address) {
+    const void* row = matrix_row(address);
+    auto& warp = emulator::exchange(&row);
+    const void* rows[32];
+    for (int i = 0; i < 32; i++) rows[i] = *(const void* const*)warp.items[i];
+    for (int i = 0; i < 4; i++) to[i] = column_of(rows + i * 8, emulator::current->number % 32);
+    emulator::warp_barrier();
+}
+inline u32 transposed(u32 halves) {
+    auto& warp = emulator::exchange(&halves);
+    u16 matrix[8][8];
+    const void* rows[8];
+    for (int i = 0; i < 32; i++) memcpy(&matrix[i / 4][i % 4 * 2], warp.items[i], 4);
+    for (int i = 0; i < 8; i++) rows[i] = matrix[i];
+    const u32 across = column_of(rows, emulator::current->number % 32);
+    emulator::warp_barrier();
+    return across;
 }
 inline void add_product(float* sums, const u32 (&a)[4], u32 b0, u32 b1) {
     const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
