@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offroad.device.profile import DeviceProfile
 from offroad.models.spec import AttentionSpec
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
@@ -27,7 +28,7 @@ LISTED = 14  # bytes of what a block has of a row
 DIMS = (64, 128, 256, 512)  # of heads; the first one's rows have 128 bytes in bf16 only
 EARLY = 64  # tokens of steps whose kernels start early: an H200 decodes 32 sequences of Qwen3-8B 4 % faster so, 64 2 %
 LEAST_BLOCK = 16  # tokens: a copy has as many rows at least
-LEAST_STREAMS = 24  # rows times KV heads: with fewer, Triton's programs of four warps each are done sooner
+LEAST_STREAMS = 24  # rows times KV heads, of a window: with fewer, Triton's programs of four warps are done sooner
 MOST_WIDE = 512  # dims times tiles of 8 queries of an item: what registers hold
 
 
@@ -62,7 +63,7 @@ def source(kind: Kind, queries: int) -> Source:
         shared -= warps * (keys * kind.row + 8)
     sizes = {"DIM": kind.dim, "KV_HEADS": kind.kv_heads, "GROUP": kind.group, "KIND": kind.stored, "BLOCK": kind.block}
     sizes |= {"WINDOW": int(kind.window), "SOFTCAP": int(kind.softcap), "TILES": tiles, "PARTS": parts, "KEYS": keys}
-    sizes |= {"WARPS": warps, "SLOTS": slots, "MOST_ROWS": MOST_ROWS}
+    sizes |= {"SAME": paged.EACH, "WARPS": warps, "SLOTS": slots, "MOST_ROWS": MOST_ROWS}
     return Source("attention_few.cu", tuple(sizes.items()), shared, TARGET)
 
 
@@ -80,7 +81,7 @@ def sums_bytes(heads: int, kv_heads: int, dim: int, width: int, partitions: int)
     return kv_heads * parts * tiles * partitions * (min(4, -(-queries // 2)) * dim * 8 + 64)
 
 
-def partials(problem: Problem) -> int:
+def partials(device: DeviceProfile, problem: Problem) -> int:
     """Bytes of what partitions give in a launch of the widest rows, at their longest."""
     heads, kv_heads, dim, window = paged.sizes_of(problem)
     load, block = problem.load, problem.size("block")
@@ -88,11 +89,14 @@ def partials(problem: Problem) -> int:
         return 0
     longest = paged.longest(load, block)
     row = sums_bytes(heads, kv_heads, dim, load.width, paged.partitions(window, longest, load.width)[1])
-    return row * min(load.rows, MOST_ROWS, max(1, paged.WORKSPACE // row))
+    return row * min(load.rows, MOST_ROWS, max(1, paged.room(device.memory) // row))
 
 
-def attend(q: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, out: torch.Tensor) -> None:
-    """Writes `out` [tokens, heads, dim] of q, whose heads lie side by side, over rows that are in pages already."""
+def attend(
+    q: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, out: torch.Tensor, most: int = paged.WORKSPACE
+) -> None:
+    """Writes `out` [tokens, heads, dim] of q, whose heads lie side by side, over rows that are in pages already.
+    `most`: bytes of what partitions give in a launch."""
     from offroad.triton_kernels.dependent import launching
     from offroad.triton_kernels.linear_run import card
 
@@ -107,7 +111,7 @@ def attend(q: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, ou
     tiles, parts = tiles_of(dim, group * widest)
     base, partitions = paged.partitions(window, view.table.shape[1] * view.block, widest)
     row_bytes = sums_bytes(heads, kv_heads, dim, widest, partitions)
-    step = max(1, min(MOST_ROWS, paged.WORKSPACE // row_bytes))
+    step = max(1, min(MOST_ROWS, most // row_bytes))
     step = -(-len(rows.slot) // -(-len(rows.slot) // step))  # launches alike
     pairs = min(4, -(-group * widest // 2))
     high = min(view.block, dict(made.defines)["KEYS"])
@@ -144,15 +148,16 @@ def attention(
     rows: Rows,
     spec: AttentionSpec,
     other: Bound,
+    most: int,
 ) -> torch.Tensor:
     """As `ops.attention.attention`; rows of this step are stored first, and read from pages like older ones. Few rows
-    go to the kernel `other`."""
-    if len(rows.slot) * view.k.shape[2] < LEAST_STREAMS:
+    of a window go to the kernel `other`; of a whole history, which may be long, few have many partitions."""
+    if not len(rows.slot) or (view.window and len(rows.slot) * view.k.shape[2] < LEAST_STREAMS):
         return other(q, k, v, view, rows, spec)
     q = paged.side_by_side(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if k is not None:
         assert v is not None
         paged.store(k, v, view, rows, None)
-    attend(q, view, rows, spec, out)
+    attend(q, view, rows, spec, out, most)
     return out.flatten(1)

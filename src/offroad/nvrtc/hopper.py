@@ -34,8 +34,8 @@ FOR_LINEARS = {
 }
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_ATTENTION = (
-    f"{few.LEAST_STREAMS} and more rows times KV heads by a CUDA C++ kernel for Hopper, whose warps have partitions of "
-    "all rows alike; fewer by Triton's"
+    "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; with a window less than "
+    f"{few.LEAST_STREAMS} rows times KV heads by Triton's"
 )
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
@@ -105,7 +105,7 @@ def _bind_attention(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels import dependent
 
     dependent.allow(few.EARLY)
-    return partial(few.attention, other=paged.bind_decode(device, problem))
+    return partial(few.attention, other=paged.bind_decode(device, problem), most=paged.room(device.memory))
 
 
 def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
@@ -131,7 +131,7 @@ def _attention_shared(device: DeviceProfile, problem: Problem) -> int:
 
 
 def _attention_sums(device: DeviceProfile, problem: Problem) -> int:
-    return max(few.partials(problem), paged.partials(device, problem))
+    return max(few.partials(device, problem), paged.partials(device, problem))
 
 
 def _linear_shared(device: DeviceProfile, problem: Problem) -> int:

@@ -18,9 +18,10 @@ from offroad.triton_kernels.kernel import TritonKernel
 from offroad.triton_kernels.memory import MEMORY
 
 LARGEST_HEAD = 512
-WORKSPACE = 128 << 20  # bytes of partial results at once: more rows take more launches
+WORKSPACE = 128 << 20  # bytes of partial results at once that any card has room for: more rows take more launches
 KINDS = {"float8_e5m2": 1, "float8_e4m3fn": 2}  # kv_rows.E5M2, E4M3; others are plain
 SMALLEST = 128  # tokens of the shortest partition
+EACH = 64  # partitions of one length, twice as many of the shortest one
 _ITEMSIZE = {"float32": 4, "float8_e5m2": 1, "float8_e4m3fn": 1}
 DECODE, PREFILL = frozenset({"decode", "verify", "draft"}), frozenset({"prefill"})
 FEATURES = frozenset({"window", "softcap", "pages_only"})
@@ -58,6 +59,11 @@ def decode_tile(dim: int, wide: int, room: int) -> Tile:
     keys = max(16, keys * 2 // wide)
     shared = 2 * keys * size * wide * (stages - 1) + 16 * size * (wide + 4)
     return Tile(16, keys, 4, stages, shared)
+
+
+def step_of(dim: int) -> int:
+    """Partitions whose results a program that adds them up reads at once."""
+    return max(8, min(32, 8192 // padded(dim)))
 
 
 def prefill_tile(dim: int, wide: int, room: int) -> Tile:
@@ -111,8 +117,8 @@ def limits(phases: frozenset[str]) -> Any:
 
 def partition_of(position: int, base: int, grows: bool) -> int:
     """Number of the partition that holds a position, as `paged_decode.partition`."""
-    times = max(0, (position // (32 * base)).bit_length()) if grows else 0
-    return 16 * times + position // (base << times)
+    times = (position // (2 * EACH * base)).bit_length() if grows else 0
+    return EACH * times + position // (base << times)
 
 
 def partitions(window: int, longest: int, width: int) -> tuple[int, int]:
@@ -134,6 +140,11 @@ def sizes_of(problem: Problem) -> tuple[int, int, int, int]:
     return sizes["heads"], sizes["kv_heads"], sizes["head_dim"], sizes.get("window", 0)
 
 
+def room(memory: int) -> int:
+    """Bytes of partial results at once on a card of `memory` bytes."""
+    return max(WORKSPACE, memory // 256)
+
+
 def longest(load: Load, block: int) -> int:
     """Positions that a row's columns of the tables are for."""
     return (-(-(load.length + load.width) // block) + 1) * block
@@ -146,7 +157,7 @@ def partials(device: DeviceProfile, problem: Problem) -> int:
     if not load.rows:
         return 0
     row = load.width * heads * partitions(window, longest(load, block), load.width)[1] * (dim + 2) * 4
-    return row * min(load.rows, max(1, WORKSPACE // row))
+    return row * min(load.rows, max(1, room(device.memory) // row))
 
 
 def _fresh(device: DeviceProfile, problem: Problem) -> int:
@@ -234,7 +245,7 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         )  # fmt: skip
         sum_partitions[(tokens, heads)](
             out, sums, largest, total, rows.positions, v_scale, partitions, first,
-            HEADS=heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=padded(partitions), STEP=8,
+            HEADS=heads, GROUP=group, DIM=dim, BLOCK_D=block_d, BLOCK_P=padded(partitions), STEP=step_of(dim),
             WINDOW=window, BASE=base, SCALED=scaled, num_warps=4, **launching(tokens),
         )  # fmt: skip
 
@@ -256,7 +267,7 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
             store(k, v, view, rows, None)
         widest, total = int(rows.width.max()), len(rows.slot)
         row_bytes = widest * heads * _partitions(view, widest)[1] * (dim + 2) * 4
-        step = max(1, WORKSPACE // row_bytes)
+        step = max(1, room(device.memory) // row_bytes)
         for first in range(0, total, step):
             launch(q, out, view, rows, spec, slice(first, min(total, first + step)), widest)
         return out.flatten(1)

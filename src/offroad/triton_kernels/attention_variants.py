@@ -13,6 +13,7 @@ from offroad.triton_kernels.attention import (
     padded,
     precision_of,
     prefill_tile,
+    step_of,
     wide,
 )
 from offroad.triton_kernels.compile import SHARED, Variant
@@ -93,6 +94,6 @@ def variants() -> Iterator[Variant]:
         constants = {name: sizes[name] for name in ("KV_HEADS", "DIM", "BLOCK_D", "BLOCK")}
         constants |= {"TOKENS": 16, "KIND": kind, "SCALED": kind == 2, "PAGES": True, "FRESH": kind > 0}
         yield _variant(f"store_rows, {label}", store_rows, types, constants, small, archs=archs[-1:], hot=False)
-    constants = {"HEADS": 32, "GROUP": 8, "DIM": 512, "BLOCK_D": 512, "BLOCK_P": 128, "STEP": 8}
+    constants = {"HEADS": 32, "GROUP": 8, "DIM": 512, "BLOCK_D": 512, "BLOCK_P": 512, "STEP": step_of(512)}
     constants |= {"WINDOW": 0, "BASE": SMALLEST, "SCALED": False}
     yield _variant("sum_partitions, Gemma-4-31B full", sum_partitions, {"out": "*bf16"}, constants, small, archs=(90,))

@@ -7,14 +7,15 @@ number of programs nor what else is in the step changes a bit of the answer.
 import triton
 import triton.language as tl
 
+from offroad.triton_kernels.attention import EACH
 from offroad.triton_kernels.dependent import take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS, loaded
 
-# Partitions of a history are SMALLEST tokens long (see attention.py) up to position 32 * SMALLEST, then twice as long
-# per doubling of the position: 16 a doubling. So a short context has enough of them for all SMs, and a long one not too
-# many for memory.
-DOUBLINGS = 13
-_DOUBLINGS: tl.constexpr = tl.constexpr(DOUBLINGS)
+# Partitions of a history are SMALLEST tokens long up to position 2 * EACH * SMALLEST, then twice as long per doubling
+# of the position: EACH a doubling (see attention.py). So a context has enough of them for all SMs, and a long one not
+# too many for memory.
+_EACH: tl.constexpr = tl.constexpr(EACH)
+_DOUBLINGS: tl.constexpr = tl.constexpr(11)
 
 
 @triton.jit
@@ -23,7 +24,7 @@ def doublings(position, BASE: tl.constexpr, GROWS: tl.constexpr):
     count = position * 0
     if GROWS:
         for i in tl.static_range(_DOUBLINGS):
-            count = tl.where(position >= (32 * BASE << i), i + 1, count)
+            count = tl.where(position >= (2 * _EACH * BASE << i), i + 1, count)
     return count
 
 
@@ -31,7 +32,7 @@ def doublings(position, BASE: tl.constexpr, GROWS: tl.constexpr):
 def partition(position, BASE: tl.constexpr, GROWS: tl.constexpr):
     """Number of the partition that holds a position."""
     times = doublings(position, BASE, GROWS)
-    return 16 * times + position // (BASE << times)
+    return _EACH * times + position // (BASE << times)
 
 
 @triton.jit

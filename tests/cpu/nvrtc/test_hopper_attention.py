@@ -17,6 +17,7 @@ import attention_cases  # noqa: E402
 from attention_cases import Case, make, rows_of, tolerance  # noqa: E402
 from hopper_attention_emulated import Emulated, Fault  # noqa: E402
 
+from offroad.nvrtc import attention_few  # noqa: E402
 from offroad.ops.attention import attention  # noqa: E402
 from offroad.triton_kernels import attention as paged  # noqa: E402
 
@@ -68,12 +69,15 @@ def test_blocks_smaller_and_larger_than_a_step(emulated: Emulated, block: int, m
     check(emulated, case_of((700, 15), (1, 2), 1, 4, 128, kv=E5M2), blocks=2, seed=2)
 
 
-def test_partitions_that_grow_and_more_of_them_than_are_asked_for_at_once(emulated: Emulated):
-    check(emulated, case_of((4500, 130), (2, 1), 1, 2, 64), blocks=2, seed=3)
+def test_partitions_that_grow_and_more_of_them_than_are_asked_for_at_once(
+    emulated: Emulated, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(paged, "EACH", 8)
+    check(emulated, case_of((5000, 130), (2, 1), 1, 2, 64), blocks=2, seed=3)
 
 
 def test_more_rows_than_a_launch_takes(emulated: Emulated, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(paged, "WORKSPACE", 1)
+    monkeypatch.setattr(attention_few, "MOST_ROWS", 2)
     check(emulated, case_of((200, 0, 300), (1, 1, 1), 1, 2, 64), blocks=2)
 
 

@@ -130,7 +130,7 @@ def test_a_verify_row_gives_the_bits_of_single_tokens(exact_products):
 def test_rows_go_in_several_launches_where_partial_results_would_take_too_much(monkeypatch):
     from offroad.triton_kernels import attention as kernels
 
-    monkeypatch.setattr(kernels, "WORKSPACE", 1)
+    monkeypatch.setattr(kernels, "room", lambda memory: 1)
     same(Case(starts=(70, 3, 129), widths=(2, 1, 1), kv_heads=1), "decode")
 
 

@@ -24,13 +24,13 @@ struct Args {
 };
 
 __device__ __forceinline__ int partition_of(const Args& p, int position) {
-    const int times = WINDOW ? 0 : 32 - __clz(position >> (p.base_bits + 5));
-    return 16 * times + (position >> (p.base_bits + times));
+    const int times = WINDOW ? 0 : 32 - __clz(position / (2 * SAME) >> p.base_bits);
+    return SAME * times + (position >> (p.base_bits + times));
 }
 
 __device__ __forceinline__ int begin_of(const Args& p, int partition) {
-    const int times = WINDOW ? 0 : max(0, partition / 16 - 1);
-    return (partition - 16 * times) << (p.base_bits + times);
+    const int times = WINDOW ? 0 : max(0, partition / SAME - 1);
+    return (partition - SAME * times) << (p.base_bits + times);
 }
 
 // The first position that a row's first token sees.

@@ -9,7 +9,8 @@
 //
 // Specialised by DIM, KV_HEADS, GROUP (queries of a KV head and token), KIND (of stored rows: 0 bf16, 1 e5m2, 2 e4m3),
 // BLOCK (tokens of a block of pages, a power of 2), WINDOW and SOFTCAP (whether there is one), TILES (of 8 queries, of an
-// item), PARTS (items that queries of a row and KV head take), KEYS (of a step), WARPS, SLOTS (of a ring) and MOST_ROWS.
+// item), PARTS (items that queries of a row and KV head take), KEYS (of a step), SAME (partitions of one length), WARPS,
+// SLOTS (of a ring) and MOST_ROWS.
 #include "attention_sums.cuh"
 
 constexpr int GROUPS = KEYS / 16, CHAINS = GROUPS < 4 ? 4 / GROUPS : 1;  // sums of a score: few products wait for one another
