@@ -28,7 +28,8 @@ LISTED = 14  # bytes of what a block has of a row
 DIMS = (64, 128, 256, 512)  # of heads; the first one's rows have 128 bytes in bf16 only
 EARLY = 64  # tokens of steps whose kernels start early: an H200 decodes 32 sequences of Qwen3-8B 4 % faster so, 64 2 %
 LEAST_BLOCK = 16  # tokens: a copy has as many rows at least
-LEAST_STREAMS = 24  # rows times KV heads, of a window: with fewer, Triton's programs of four warps are done sooner
+LEAST_STREAMS = 24  # rows times KV heads: with fewer, Triton's programs of four warps are done sooner, unless a history
+LONG = 65_536  # may have so many positions
 MOST_WIDE = 512  # dims times tiles of 8 queries of an item: what registers hold
 
 
@@ -151,8 +152,9 @@ def attention(
     most: int,
 ) -> torch.Tensor:
     """As `ops.attention.attention`; rows of this step are stored first, and read from pages like older ones. Few rows
-    of a window go to the kernel `other`; of a whole history, which may be long, few have many partitions."""
-    if not len(rows.slot) or (view.window and len(rows.slot) * view.k.shape[2] < LEAST_STREAMS):
+    go to the kernel `other`, unless tables are for long histories, of which few have many partitions."""
+    long = not view.window and view.table.shape[1] * view.block >= LONG
+    if not len(rows.slot) or (not long and len(rows.slot) * view.k.shape[2] < LEAST_STREAMS):
         return other(q, k, v, view, rows, spec)
     q = paged.side_by_side(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -34,8 +34,8 @@ FOR_LINEARS = {
 }
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_ATTENTION = (
-    "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; with a window less than "
-    f"{few.LEAST_STREAMS} rows times KV heads by Triton's"
+    "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; less than "
+    f"{few.LEAST_STREAMS} rows times KV heads by Triton's, but where histories of {few.LONG:,} and more may be"
 )
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
