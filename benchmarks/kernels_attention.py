@@ -19,7 +19,7 @@ import torch
 
 from offroad.device.probe import probe_cuda
 from offroad.models.spec import AttentionSpec, RopeSpec
-from offroad.nvrtc import hopper
+from offroad.nvrtc import attention_few, hopper
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
 from offroad.run.rows import PagedView, Rows
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="decode with other tiles")
     parser.add_argument("--longest", type=int, default=40960, help="positions that the tables have columns for")
     arguments = parser.parse_args()
+    attention_few.LEAST_STREAMS = 0  # of few rows too, which it leaves to Triton's
     for shape in SHAPES:
         print(f"{shape[0]}: {shape[1]} heads, {shape[2]} kv heads of {shape[3]}, window {shape[4]}", flush=True)
         if arguments.sweep:
