@@ -51,12 +51,21 @@ class Kind:
         """Bytes of a stored row."""
         return self.dim * (1 if self.stored else 2)
 
+    @property
+    def keys(self) -> int:
+        """Keys of a step: as many as 8 KB have, 16 at least."""
+        return max(16, 8192 // self.row)
+
+    @property
+    def warps(self) -> int:
+        """Of a block: half as many where slots are so large that their rings would have one each."""
+        return WARPS if 16 * self.row <= 8192 else WARPS // 2
+
 
 def source(kind: Kind, queries: int) -> Source:
     """For rows of up to so many queries of a KV head."""
     tiles, parts = tiles_of(kind.dim, queries)
-    keys = max(16, 8192 // kind.row)
-    warps = WARPS if kind.row * 16 <= 8192 else WARPS // 2
+    keys, warps = kind.keys, kind.warps
     slots = RINGS // warps // (keys * kind.row)
     shared = 1024 + RINGS + warps * (tiles * 8 * kind.dim * 2 + slots * 8 + HELD * 4) + LISTED * MOST_ROWS
     while shared > SHARED:
@@ -83,19 +92,17 @@ def sums_bytes(heads: int, kv_heads: int, dim: int, width: int, partitions: int)
 
 
 def partials(device: DeviceProfile, problem: Problem) -> int:
-    """Bytes of what partitions give in a launch of the widest rows, at their longest."""
+    """Bytes of what partitions give in a launch at most, of rows of any width at their longest."""
     heads, kv_heads, dim, window = paged.sizes_of(problem)
     load, block = problem.load, problem.size("block")
     if not load.rows:
         return 0
     longest = paged.longest(load, block)
     row = sums_bytes(heads, kv_heads, dim, load.width, paged.partitions(window, longest, load.width)[1])
-    return row * min(load.rows, MOST_ROWS, max(1, paged.room(device.memory) // row))
+    return min(min(load.rows, MOST_ROWS) * row, max(row, paged.room(device.memory)))
 
 
-def attend(
-    q: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, out: torch.Tensor, most: int = paged.WORKSPACE
-) -> None:
+def attend(q: torch.Tensor, view: PagedView, rows: Rows, spec: AttentionSpec, out: torch.Tensor, most: int) -> None:
     """Writes `out` [tokens, heads, dim] of q, whose heads lie side by side, over rows that are in pages already.
     `most`: bytes of what partitions give in a launch."""
     from offroad.triton_kernels.dependent import launching
@@ -115,8 +122,7 @@ def attend(
     step = max(1, min(MOST_ROWS, most // row_bytes))
     step = -(-len(rows.slot) // -(-len(rows.slot) // step))  # launches alike
     pairs = min(4, -(-group * widest // 2))
-    high = min(view.block, dict(made.defines)["KEYS"])
-    chunks = kind.row // 128
+    high, chunks = min(view.block, kind.keys), kind.row // 128
     maps = [
         word
         for pages in paged.pages_of(view)
@@ -133,7 +139,7 @@ def attend(
         lists = (t[first:].data_ptr() for t in (rows.slot_t, rows.start_t, rows.width_t, rows.offset_t))
         kernel.launch(
             (min(sms, items * partitions), 1, 1),
-            32 * dict(made.defines)["WARPS"],
+            32 * kind.warps,
             *(*maps, q.data_ptr(), out.data_ptr(), view.table.data_ptr(), *lists, *scales),
             *(space.data_ptr(), sizes_at, arrived.data_ptr(), q.stride(0), view.table.stride(0)),
             *(count, window, base.bit_length() - 1, partitions, pairs, spec.scale, spec.softcap or 0.0),

@@ -35,7 +35,7 @@ FOR_LINEARS = {
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_ATTENTION = (
     "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; less than "
-    f"{few.LEAST_STREAMS} rows times KV heads by Triton's, but where histories of {few.LONG:,} and more may be"
+    f"{few.LEAST_STREAMS} rows times KV heads by Triton's, with a window or tables for less than {few.LONG:,} positions"
 )
 FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
 
@@ -126,15 +126,11 @@ def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(gated_delta, tiles=delta.tiles(device, problem.dtype), single=single)
 
 
-def _attention_shared(device: DeviceProfile, problem: Problem) -> int:
-    return SHARED
-
-
 def _attention_sums(device: DeviceProfile, problem: Problem) -> int:
     return max(few.partials(device, problem), paged.partials(device, problem))
 
 
-def _linear_shared(device: DeviceProfile, problem: Problem) -> int:
+def _whole_block(device: DeviceProfile, problem: Problem) -> int:
     return SHARED
 
 
@@ -157,7 +153,7 @@ def register(registry: Registry) -> None:
             "linear",
             _bind_linear,
             _linear_limits(layout),
-            _linear_shared,
+            _whole_block,
             features=frozenset({"bias"}),
             dtypes=BFLOAT16,
             layout=layout,
@@ -185,7 +181,7 @@ def register(registry: Registry) -> None:
         "attention",
         _bind_attention,
         _attention_limits,
-        _attention_shared,
+        _whole_block,
         features=paged.FEATURES,
         dtypes=BFLOAT16,
         reason=FOR_ATTENTION,
@@ -205,7 +201,7 @@ def register_gated(registry: Registry) -> None:
             "gated_linear",
             _bind_linear,
             _gated_limits,
-            _linear_shared,
+            _whole_block,
             features=frozenset({"bias", "silu", "gelu_tanh"}),
             dtypes=BFLOAT16,
             reason=FOR_GATED,

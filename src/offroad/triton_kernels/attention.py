@@ -151,13 +151,13 @@ def longest(load: Load, block: int) -> int:
 
 
 def partials(device: DeviceProfile, problem: Problem) -> int:
-    """Bytes of partial results of a launch of the widest rows, at their longest."""
+    """Bytes of partial results of a launch at most, of rows of any width at their longest: more narrow ones fit."""
     heads, _, dim, window = sizes_of(problem)
     load, block = problem.load, dict(problem.sizes).get("block", 1)
     if not load.rows:
         return 0
     row = load.width * heads * partitions(window, longest(load, block), load.width)[1] * (dim + 2) * 4
-    return row * min(load.rows, max(1, room(device.memory) // row))
+    return min(load.rows * row, max(row, room(device.memory)))
 
 
 def _fresh(device: DeviceProfile, problem: Problem) -> int:
@@ -229,7 +229,8 @@ def bind_decode(device: DeviceProfile, problem: Problem) -> Bound:
         space = MEMORY.get(q.device, "partial attention", numbers * (dim + 2), torch.float32)
         sums, largest, total = space, space[numbers * dim :], space[numbers * (dim + 1) :]
         tiles = -(-group * widest // tile.queries)
-        splits = max(1, min(partitions, programs // (count * kv_heads * tiles)))
+        most_splits = 2**31 // (view.table.shape[1] * view.block)  # ends of splits are of 32 bits on their way
+        splits = max(1, min(partitions, programs // (count * kv_heads * tiles), most_splits))
         scaled = view.k_scale is not None
         k_scale, v_scale = (view.k_scale, view.v_scale) if scaled else (space, space)
         k_pages, v_pages = pages_of(view)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import struct
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
-from hopper_emulated import NAN, SHARED, Changes, Fault, map_of
-from sm70_emulated import built
+from hopper_emulated import GUARD, NAN, Changes, Fault, library_of, map_of
 
 from offroad.models.spec import AttentionSpec
 from offroad.nvrtc import attention_few, launch
-from offroad.nvrtc.compile import FOLDER, Source
+from offroad.nvrtc.compile import Source
 from offroad.run.rows import PagedView, Rows
 from offroad.triton_kernels import linear_run
 from offroad.triton_kernels.linear_run import Card
@@ -51,7 +49,7 @@ class Function:
     changes: Changes = ()
 
     def launch(self, grid: tuple[int, int, int], threads: int, *values: float, early: bool = False) -> None:
-        library = _library(self.source, self.changes)
+        library = library_of(_ENTRY, self.source, self.changes)
         assert self.layout.size == library.size_of_args(), (self.layout.size, library.size_of_args())
         assert grid[0] <= self.blocks
         fresh = ctypes.string_at(self.q.data_ptr(), self.q.nbytes)
@@ -81,8 +79,10 @@ class Emulated:
         blocks: int = 3,
         seed: int = 0,
         changes: Changes = (),
+        most: int = 1 << 24,
     ) -> torch.Tensor:
-        """[tokens, heads * dim], of rows that are in pages already. Raises Fault."""
+        """[tokens, heads * dim], of rows that are in pages already. Raises Fault, also for what is written behind the
+        memory that was asked for."""
 
         def load(source: Source, _: str, layout: str) -> Function:
             return Function(struct.Struct(layout), source, q, blocks, seed, changes)
@@ -90,20 +90,12 @@ class Emulated:
         self.monkeypatch.setattr(launch, "load", load)
         self.monkeypatch.setattr(linear_run, "card", lambda _: Card(blocks, wgmma=True))
         out = torch.full(q.shape, float("nan"), dtype=q.dtype)
-        for kept in self.memory.shared.values():
-            kept[-1].fill_(0xFF)
-        attention_few.attend(q, view, rows, spec, out)
+        self.memory.reserve(q.device, most + GUARD)
+        space = self.memory.shared[q.device][-1].fill_(0xFF)
+        self.memory.most.clear()
+        attention_few.attend(q, view, rows, spec, out, most)
+        if (space[self.memory.most[q.device] :] != 0xFF).any():
+            raise Fault("sums written behind their memory")
         if self.memory.get(q.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return out.flatten(1)
-
-
-@cache
-def _library(source: Source, changes: Changes) -> ctypes.CDLL:
-    text = (FOLDER / "kernels" / source.file).read_text()
-    for old, new in ((SHARED, "#define shared OWN_SHARED"), *changes):
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    library = built(_ENTRY.format(text=text), (*source.options, "-O2"))
-    library.launch.restype = ctypes.c_char_p
-    return library

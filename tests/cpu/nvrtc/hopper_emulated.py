@@ -63,7 +63,7 @@ class Function:
     def launch(self, grid: tuple[int, int, int], threads: int, *values: int, early: bool = False) -> None:
         """The kernel before writes x, y, sums and counts when it ends: what this one writes earlier is lost, and x is
         NaN until then. Raises Fault."""
-        library = _library(self.source, self.changes)
+        library = library_of(_ENTRY, self.source, self.changes)
         assert self.layout.size == library.size_of_args(), (self.layout.size, library.size_of_args())
         (x, _, rows, pitch), y, rest = values[:4], values[20], values[21:]
         few = self.source.file == "linear_few.cu"
@@ -135,11 +135,12 @@ class Emulated:
 
 
 @cache
-def _library(source: Source, changes: Changes) -> ctypes.CDLL:
+def library_of(entry: str, source: Source, changes: Changes) -> ctypes.CDLL:
+    """A kernel's text as `entry` has it, with changes, compiled."""
     text = (FOLDER / "kernels" / source.file).read_text()
     for old, new in ((SHARED, "#define shared OWN_SHARED"), *changes):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    library = built(_ENTRY.format(text=text), (*source.options, "-O2"))
+    library = built(entry.format(text=text), (*source.options, "-O2"))
     library.launch.restype = ctypes.c_char_p
     return library

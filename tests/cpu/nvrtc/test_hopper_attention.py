@@ -4,6 +4,7 @@ bits by any blocks, in any order, alone or among others, as one token or several
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,10 @@ import attention_cases  # noqa: E402
 from attention_cases import Case, make, rows_of, tolerance  # noqa: E402
 from hopper_attention_emulated import Emulated, Fault  # noqa: E402
 
+from offroad.device.profile import load_profile  # noqa: E402
 from offroad.nvrtc import attention_few  # noqa: E402
 from offroad.ops.attention import attention  # noqa: E402
+from offroad.ops.spec import Load, Problem  # noqa: E402
 from offroad.triton_kernels import attention as paged  # noqa: E402
 
 pytestmark = needs_compiler
@@ -74,6 +77,43 @@ def test_partitions_that_grow_and_more_of_them_than_are_asked_for_at_once(
 ):
     monkeypatch.setattr(paged, "EACH", 8)
     check(emulated, case_of((5000, 130), (2, 1), 1, 2, 64), blocks=2, seed=3)
+
+
+def test_an_item_of_more_blocks_than_a_warp_holds(emulated: Emulated, monkeypatch: pytest.MonkeyPatch):
+    """Partitions of 512 tokens in blocks of 16, with another item behind each."""
+    monkeypatch.setattr(paged, "EACH", 8)
+    monkeypatch.setattr(attention_cases, "BLOCK", 16)
+    check(emulated, case_of((5000, 130), (1, 1), 1, 2, 64), blocks=1, seed=4)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_no_more_memory_is_asked_for_than_planned(emulated: Emulated, width: int, monkeypatch: pytest.MonkeyPatch):
+    """Of rows as wide as planned, and of narrower ones, of which more fit what a card has for them."""
+    monkeypatch.setattr(paged, "WORKSPACE", 1)
+    load = Load(rows=10, tokens=50, width=5, length=900 + 64)  # the case's tables have a column more
+    sizes = (("block", 64), ("head_dim", 64), ("heads", 6), ("kv_heads", 2))
+    problem = Problem("attention", "decode", "bfloat16", "bfloat16", sizes, load=load)
+    row = attention_few.sums_bytes(6, 2, 64, 5, paged.partitions(0, paged.longest(load, 64), 5)[1])
+    card = replace(load_profile("h200-141gb"), memory=256 * (row * 5 // 2))
+    planned = attention_few.partials(card, problem)
+    q, view, rows, spec, _ = made(case_of((895,) * 10, (width,) * 10, 2, 3, 64))
+    emulated(q, view, rows, spec, most=paged.room(card.memory))
+    assert row < emulated.memory.most[q.device] <= planned
+
+
+@pytest.mark.parametrize(
+    ("rows", "window", "columns", "ours"),
+    [(1, None, 4, False), (12, None, 4, True), (1, None, 1024, True), (1, 128, 1024, False), (12, 128, 4, True)],
+)
+def test_which_rows_go_to_the_other_kernel(rows: int, window: int | None, columns: int, ours: bool, monkeypatch):
+    """Few ones, unless tables are for long histories; of two KV heads. Those of this step are stored first."""
+    q, k, v, view, step, spec = make(case_of((70,) * rows, (1,) * rows, 2, 1, 64, window=window))
+    view = replace(view, table=torch.zeros((rows + 1, columns), dtype=torch.int32))
+    calls = []
+    monkeypatch.setattr(paged, "store", lambda *_: calls.append("store"))
+    monkeypatch.setattr(attention_few, "attend", lambda *_: calls.append("attend"))
+    attention_few.attention(q, k, v, view, step, spec, other=lambda *_: calls.append("other"), most=1)
+    assert calls == (["store", "attend"] if ours else ["other"])
 
 
 def test_more_rows_than_a_launch_takes(emulated: Emulated, monkeypatch: pytest.MonkeyPatch):
