@@ -23,9 +23,10 @@ from offroad.nvrtc import attention_few, hopper
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
 from offroad.run.rows import PagedView, Rows
-from offroad.triton_kernels import attention as kernels
+from offroad.triton_kernels import attention as triton
 
 BLOCK, PEAK = 64, 3.0e12
+KERNELS = ("triton.paged_decode", hopper.ATTENTION)
 # (name, heads, kv_heads, head_dim, window)
 SHAPES = (
     ("Qwen3-8B", 32, 8, 128, None),
@@ -80,9 +81,15 @@ def seconds(call: Callable[[int], object], calls: int) -> float:
 
 
 def decode(
-    shape: tuple, rows: int, context: int, longest: int, width: int = 1, kv: torch.dtype = torch.bfloat16
-) -> tuple[list[float], float]:
-    """(seconds of Triton's kernel and of Hopper's, bytes of keys and values) of one call."""
+    shape: tuple,
+    rows: int,
+    context: int,
+    longest: int,
+    width: int = 1,
+    kv: torch.dtype = torch.bfloat16,
+    kernels: tuple[str, ...] = KERNELS,
+) -> tuple[dict[str, float], float]:
+    """(seconds of those of `kernels` that the GPU has, bytes of keys and values) of one call."""
     _, heads, kv_heads, dim, window = shape
     seen = min(context, window) if window else context
     size = rows * seen * kv_heads * dim * 2 * kv.itemsize
@@ -93,13 +100,13 @@ def decode(
     k, v = (torch.randn((rows * width, kv_heads, dim), device="cuda", dtype=torch.bfloat16) for _ in "kv")
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, RopeSpec(dim, 1e4), window)
     asked = replace(problem(heads, kv_heads, dim, "decode"), kv_dtype=str(kv).removeprefix("torch."))
-    times = []
-    for name in ("triton.paged_decode", hopper.ATTENTION):
+    times = {}
+    for name in kernels:
         kernel = default_registry().kernels[name]
         if not kernel.check(probe_cuda(), asked).ok:
             continue
         bound = kernel.prepare(probe_cuda(), asked)
-        times.append(seconds(lambda i, bound=bound: bound(q, k, v, views[i % copies], step, spec), max(16, copies)))
+        times[name] = seconds(lambda i, bound=bound: bound(q, k, v, views[i % copies], step, spec), max(16, copies))
     return times, size
 
 
@@ -112,23 +119,24 @@ def prefill(shape: tuple, tokens: int, start: int) -> tuple[float, float]:
     q = torch.randn((tokens, heads, dim), device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn((tokens, kv_heads, dim), device="cuda", dtype=torch.bfloat16) for _ in "kv")
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, RopeSpec(dim, 1e4), window)
-    kernel = kernels.bind_prefill(probe_cuda(), problem(heads, kv_heads, dim, "prefill"))
+    kernel = triton.bind_prefill(probe_cuda(), problem(heads, kv_heads, dim, "prefill"))
     seen = np.minimum(np.arange(start, start + tokens) + 1, window or start + tokens).sum()
     return seconds(lambda i: kernel(q, k, v, view, step, spec), 3), 4.0 * float(seen) * heads * dim
 
 
 def sweep(shape: tuple) -> None:
     """Decode with other tiles at 16k for 1 row and 1k for 64 rows."""
-    own = kernels.decode_tile
+    own = triton.decode_tile
     try:
         for keys in (16, 32, 64):
             for warps in (4, 8):
                 for stages in (2, 3, 4):
-                    tile = kernels.Tile(16, keys, warps, stages, 0)
-                    kernels.decode_tile = lambda dim, wide, room, tile=tile: tile
+                    tile = triton.Tile(16, keys, warps, stages, 0)
+                    triton.decode_tile = lambda dim, wide, room, tile=tile: tile
                     try:
-                        shares = [size / times[0] / PEAK for times, size in (
-                            decode(shape, 1, 16384, 40960), decode(shape, 64, 1024, 40960))]  # fmt: skip
+                        shares = [size / times[KERNELS[0]] / PEAK for times, size in (
+                            decode(shape, rows, context, 40960, kernels=KERNELS[:1])
+                            for rows, context in ((1, 16384), (64, 1024)))]  # fmt: skip
                     except Exception as error:  # a tile that does not fit: the next
                         print(f"  {keys} keys, {warps} warps, {stages} stages: {type(error).__name__}")
                         continue
@@ -136,12 +144,15 @@ def sweep(shape: tuple) -> None:
                         f"  {keys} keys, {warps} warps, {stages} stages: {shares[0]:.0%} (1 row), {shares[1]:.0%} (64)"
                     )
     finally:
-        kernels.decode_tile = own
+        triton.decode_tile = own
 
 
-def report(what: str, times: list[float], size: float) -> None:
-    figures = (f"{time * 1e6:8.1f} us {size / time / 1e9:5.0f} GB/s {size / time / PEAK:5.0%}" for time in times)
-    print(f"  decode {what}: {'; Hopper: '.join(figures)}", flush=True)
+def report(what: str, times: dict[str, float], size: float) -> None:
+    figures = (
+        f"{name} {time * 1e6:8.1f} us {size / time / 1e9:5.0f} GB/s {size / time / PEAK:5.0%}"
+        for name, time in times.items()
+    )
+    print(f"  decode {what}: {'; '.join(figures)}", flush=True)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 constexpr int SIZE = KIND ? 1 : 2, ROW = DIM * SIZE, CHUNKS = ROW / 128;  // bytes of a row, of 128
 constexpr int SLOT = KEYS * ROW, BOX_ROWS = KEYS < BLOCK ? KEYS : BLOCK;  // of a step; rows of a block that it has
-constexpr int QUERIES = 8 * TILES, EACH = KV_HEADS * PARTS;               // of an item; items of a partition
+constexpr int QUERIES = 8 * TILES, ITEMS = KV_HEADS * PARTS;              // of an item; items of a partition
 constexpr int HELD = 16;                                                  // blocks whose numbers a warp holds
 static_assert(ROW % 128 == 0 && KEYS % 16 == 0 && KEYS % BOX_ROWS == 0 && BLOCK % BOX_ROWS == 0, "whole boxes");
 
@@ -80,13 +80,13 @@ struct Item {
     bool alone;  // the row has one partition
 
     __device__ __forceinline__ Item(const Args& p, const Lists& lists, int number) {
-        const int unit = number / EACH;
+        const int unit = number / ITEMS;
         row = 0;
         for (int from = 0; from < p.rows; from += 32) {
             const int lane = from + threadIdx.x % 32;
             row += __popc(__ballot_sync(0xFFFFFFFFu, lane < p.rows && lists.ends[lane] <= unit));
         }
-        head = number % EACH / PARTS, part = number % PARTS;
+        head = number % ITEMS / PARTS, part = number % PARTS;
         start = lists.starts[row], width = lists.widths[row], offset = lists.offsets[row], low = low_of(p, start);
         const int before = row ? lists.ends[row - 1] : 0;
         first = partition_of(p, low), partition = first + unit - before, alone = lists.ends[row] - before == 1;

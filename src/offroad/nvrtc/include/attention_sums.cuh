@@ -7,7 +7,7 @@ __device__ __forceinline__ float lowest() { return __uint_as_float(0xFF800000u);
 
 // Sums of a tile of 8 queries: a lane has two (2 * (lane % 4) and the next), and of each 16 dims two.
 struct Tile {
-    float acc[DIM / 16][4];       // of the first dim of each query, of the second of each
+    float acc[DIM / 16][4];      // of the first dim of each query, of the second of each
     float largest[2], total[2];  // of scores of base 2, and of weights
 
     __device__ __forceinline__ void clear() {
@@ -18,9 +18,9 @@ struct Tile {
     }
 };
 
-// Number of a partition's sums; `row` and so on are an item's.
+// Number of what the `partition`-th of a row gave for the `of_row`-th of its items of a partition.
 __device__ __forceinline__ i64 place_of(const Args& p, int row, int of_row, int partition) {
-    return ((i64)row * EACH + of_row) * p.partitions + partition;
+    return ((i64)row * ITEMS + of_row) * p.partitions + partition;
 }
 
 // Keeps what a partition gave, the `partition`-th of its row.
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_up(const Args& p, const Lists& lists, int ro
 
 // Adds up all rows of more than one partition: warps of all blocks have about as much of it.
 __device__ __forceinline__ void add_all(const Args& p, const Lists& lists) {
-    constexpr int SHARES = DIM / (16 * ADDED), UNITS = EACH * TILES * SHARES;
+    constexpr int SHARES = DIM / (16 * ADDED), UNITS = ITEMS * TILES * SHARES;
 #pragma unroll 1
     for (int unit = blockIdx.x + gridDim.x * (threadIdx.x / 32); unit < p.rows * UNITS; unit += gridDim.x * WARPS) {
         const int row = unit / UNITS, rest = unit % UNITS, t = rest / SHARES % TILES, of_row = rest / SHARES / TILES;
