@@ -1,4 +1,5 @@
-"""Norms and their fusions with residual adds: one program a token, the whole row in registers, statistics in fp32."""
+"""Norms and their fusions with residual adds: one program a token, the whole row in registers, statistics in fp32.
+Weights are on their way before the kernel's turn."""
 
 from __future__ import annotations
 
@@ -20,13 +21,12 @@ def _normed(x, size, eps):
 @triton.jit
 def norm_kernel(x, weight, out, x_stride, size, eps, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """x [tokens, size] with rows `x_stride` apart -> out [tokens, size]."""
-    take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < size
-    value = _normed(tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32), size, eps)
-    if WEIGHTED:
-        value *= tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32) if WEIGHTED else 1.0
+    take_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    value = _normed(tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32), size, eps) * by
     tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=live)
 
 
@@ -47,19 +47,21 @@ def add_norm_kernel(
     PDL: tl.constexpr,
 ):
     """total = residual + x (or + norm(x, post)), out = norm(total, weight); rounded where the reference rounds."""
-    take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     live = at < size
+    by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    by_post = tl.load(post + at, mask=live, other=0.0).to(tl.float32) if SANDWICH else by
+    take_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     value = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
+    before = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
     if SANDWICH:
-        value = _normed(value, size, eps) * tl.load(post + at, mask=live, other=0.0).to(tl.float32)
-        value = value.to(kind).to(tl.float32)
-    value += tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
+        value = (_normed(value, size, eps) * by_post).to(kind).to(tl.float32)
+    value += before
     rounded = value.to(kind)
     tl.store(total + row * size + at, rounded, mask=live)
-    value = _normed(rounded.to(tl.float32), size, eps) * tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    value = _normed(rounded.to(tl.float32), size, eps) * by
     tl.store(out + row * size + at, value.to(kind), mask=live)
 
 
