@@ -36,7 +36,7 @@ __device__ __forceinline__ int begin_of(const Args& p, int partition) {
 // The first position that a row's first token sees.
 __device__ __forceinline__ int low_of(const Args& p, int start) { return WINDOW ? max(0, start - p.window + 1) : 0; }
 
-// Rows as a block has them in shared memory. `ends`: how many partitions rows up to each of them have.
+// Rows as a block has them in shared memory. `ends`: how many partitions rows up to each of them have in front of their last.
 struct Lists {
     int ends[MOST_ROWS], starts[MOST_ROWS];
     u16 widths[MOST_ROWS], slots[MOST_ROWS], offsets[MOST_ROWS];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void list_rows(const Args& p, Lists& lists) {
         const int start = p.starts[row], width = p.widths[row];
         lists.starts[row] = start, lists.widths[row] = width;
         lists.slots[row] = p.slots[row], lists.offsets[row] = p.offsets[row];
-        lists.ends[row] = width ? partition_of(p, start + width - 1) - partition_of(p, low_of(p, start)) + 1 : 0;
+        lists.ends[row] = width ? partition_of(p, start + width - 1) - partition_of(p, low_of(p, start)) : 0;
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -67,34 +67,31 @@ __device__ __forceinline__ void list_rows(const Args& p, Lists& lists) {
     __syncthreads();
 }
 
-// Whether a row has more than one partition.
-__device__ __forceinline__ bool any_has_several(const Args& p, const Lists& lists) {
-    bool found = false;
-    for (int row = threadIdx.x % 32; row < p.rows; row += 32) found |= lists.ends[row] - (row ? lists.ends[row - 1] : 0) > 1;
-    return __any_sync(0xFFFFFFFFu, found);
-}
+// How many partitions a row has, one without tokens too.
+__device__ __forceinline__ int count_of(const Lists& lists, int row) { return lists.ends[row] - (row ? lists.ends[row - 1] : 0) + 1; }
 
-// Keys [begin, stop) of a row, for a part of the queries of a KV head.
+// Keys [begin, stop) of a row, for a part of the queries of a KV head. Last partitions, which most often are short, are
+// behind all others, so that warps are done at about the same time.
 struct Item {
     int row, head, part, partition, first, low, start, width, offset, begin, stop;
     bool alone;  // the row has one partition
 
     __device__ __forceinline__ Item(const Args& p, const Lists& lists, int number) {
-        const int unit = number / ITEMS;
-        row = 0;
-        for (int from = 0; from < p.rows; from += 32) {
+        const int unit = number / ITEMS, lasts = lists.ends[p.rows - 1];
+        row = max(0, unit - lasts);
+        for (int from = 0; unit < lasts && from < p.rows; from += 32) {
             const int lane = from + threadIdx.x % 32;
             row += __popc(__ballot_sync(0xFFFFFFFFu, lane < p.rows && lists.ends[lane] <= unit));
         }
         head = number % ITEMS / PARTS, part = number % PARTS;
         start = lists.starts[row], width = lists.widths[row], offset = lists.offsets[row], low = low_of(p, start);
-        const int before = row ? lists.ends[row - 1] : 0;
-        first = partition_of(p, low), partition = first + unit - before, alone = lists.ends[row] - before == 1;
+        const int count = count_of(lists, row), number_of = unit < lasts ? unit - lists.ends[row] + count - 1 : count - 1;
+        first = partition_of(p, low), partition = first + number_of, alone = count == 1;
         begin = max(begin_of(p, partition), low) / KEYS * KEYS;
         stop = min(begin_of(p, partition + 1), start + width);
     }
-    // Whether the row is narrower than the widest one, by this part.
-    __device__ __forceinline__ bool empty() const { return PARTS > 1 && part * QUERIES >= width * GROUP; }
+    // Whether the row has no tokens, or is narrower than the widest one, by this part.
+    __device__ __forceinline__ bool empty() const { return part * QUERIES >= width * GROUP; }
 };
 
 // Where the copies of an item find its keys and values.

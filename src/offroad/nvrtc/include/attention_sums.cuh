@@ -115,7 +115,7 @@ __device__ __forceinline__ void add_all(const Args& p, const Lists& lists) {
 #pragma unroll 1
     for (int unit = blockIdx.x + gridDim.x * (threadIdx.x / 32); unit < p.rows * UNITS; unit += gridDim.x * WARPS) {
         const int row = unit / UNITS, rest = unit % UNITS, t = rest / SHARES % TILES, of_row = rest / SHARES / TILES;
-        const int count = lists.ends[row] - (row ? lists.ends[row - 1] : 0);
+        const int count = count_of(lists, row);
         if (count < 2 || (of_row % PARTS * QUERIES + t * 8) / GROUP >= lists.widths[row]) continue;
         add_up(p, lists, row, of_row, t, rest % SHARES * ADDED, count);
     }

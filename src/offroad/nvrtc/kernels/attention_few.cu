@@ -141,7 +141,7 @@ __device__ __forceinline__ void weigh(const Args& p, Scores& scores, Sums& sums,
 #pragma unroll
             for (int lanes = 4; lanes < 32; lanes *= 2) most[q] = fmaxf(most[q], __shfl_xor_sync(0xFFFFFFFFu, most[q], lanes));
             const float largest = fmaxf(most[q] * by, sums[t].largest[q]), base = largest == lowest() ? 0.f : largest;
-            shrink[q] = power(sums[t].largest[q] - base);
+            shrink[q] = largest == sums[t].largest[q] ? 1.f : power(sums[t].largest[q] - base);
             sums[t].largest[q] = largest, sums[t].total[q] *= shrink[q];
 #pragma unroll
             for (int i = q; i < 4 * GROUPS; i += 2) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void weigh(const Args& p, Scores& scores, Sums& sums,
                 score = power(score * by - base), sums[t].total[q] += score;
             }
         }
-        // Most steps have nothing larger than those before, if all queries of the tile are there: one that is not has 0.
+        // Most steps have nothing larger than those before.
         if (__any_sync(0xFFFFFFFFu, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
             for (int i = 0; i < DIM / 4; i++) sums[t].acc[i / 4][i % 4] *= shrink[i % 2];
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attend(const __grid_
     wait_turn();
     Lists& lists = *reinterpret_cast<Lists*>(base + LISTS_AT);
     list_rows(p, lists);
-    const int count = lists.ends[p.rows - 1] * ITEMS, first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * WARPS;
+    const int count = (lists.ends[p.rows - 1] + p.rows) * ITEMS, first = blockIdx.x + gridDim.x * warp, stride = gridDim.x * WARPS;
     int rings = WARPS;  // warps that have no item leave their slots to those that do
     while (rings > 1 && count <= gridDim.x * (rings / 2)) rings /= 2;
     const int slots = SLOTS * (WARPS / rings);
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) attend(const __grid_
             }
         }
     }
-    if (!any_has_several(p, lists)) return;
+    if (!lists.ends[p.rows - 1]) return;  // each row has one partition
     meet(p);
     add_all(p, lists);
 }
