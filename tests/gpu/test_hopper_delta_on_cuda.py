@@ -26,9 +26,9 @@ def counted(monkeypatch) -> list[int]:
     """Rows of each launch of the kernel."""
     found, single = [], delta_token.single
 
-    def count(*args) -> None:
+    def count(*args, **named) -> None:
         found.append(args[4].verify)
-        single(*args)
+        single(*args, **named)
 
     monkeypatch.setattr(delta_token, "single", count)
     return found

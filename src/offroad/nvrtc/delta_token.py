@@ -8,20 +8,24 @@ import torch
 from offroad.models.spec import GatedDeltaSpec
 from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
-from offroad.nvrtc.hopper import DIM
+from offroad.nvrtc.hopper import DIM, TAPS
 from offroad.nvrtc.linear_args import TARGET
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.run.rows import ReplayView, RingView, Rows
 from offroad.triton_kernels.dependent import launching
 
-ARGS = "@17Q5q3if"  # `Args` of the kernel
-WARPS = 8
+ARGS = "@17Q5q4if4x"  # `Args` of the kernel, to its alignment
+WARPS = 8  # beside the one that starts copies
+STATES, SMALLS = 2, 3  # of items, that a block holds: as many as its shared memory has room for
 
 
 def source(lag: int, silu: bool) -> Source:
     """For up to `lag` records behind a state."""
-    floats = 2 * DIM + 2 * WARPS * DIM + 2 * lag * DIM + 3 * lag + WARPS + 4 + 1
-    return Source("delta_token.cu", (("LAG", lag), ("SILU", int(silu))), 4 * floats, TARGET)
+    small = 4 * (2 * lag * DIM + 3 * TAPS * DIM + lag + 7) + 2 * DIM * (4 + 3 * (TAPS - 1))
+    own = 4 * (2 * DIM + 2 * WARPS * DIM + 3 * lag + WARPS + 4 + 1)
+    shared = STATES * 4 * DIM * DIM + SMALLS * (small + -small % 16) + own + -own % 16
+    sizes = {"LAG": lag, "SILU": int(silu), "STATES": STATES, "SMALLS": SMALLS}
+    return Source("delta_token.cu", tuple(sizes.items()), shared + 16 * (STATES + SMALLS), TARGET)
 
 
 def takes(view: ReplayView) -> bool:
@@ -39,8 +43,11 @@ def single(
     weights: DeltaWeights,
     eps: float,
     out: torch.Tensor,
+    *,
+    sms: int,
 ) -> None:
-    """Writes the verify rows' part of `out`, their records and their columns; `takes` the view."""
+    """Writes the verify rows' part of `out`, their records and their columns, by a block on each of `sms` at most;
+    `takes` the view."""
     ring, state = conv.data, view.state
     tensors = (
         *(qkvz, ba, ring, state, view.key, view.delta, view.decay, view.base),
@@ -52,11 +59,11 @@ def single(
         launch.rehearse(made, "token", ARGS)
         return
     launch.load(made, "token", ARGS).launch(
-        (spec.value_heads, rows.verify, 1),
-        32 * WARPS,
+        (min(rows.verify * spec.value_heads, sms), 1, 1),
+        32 * (WARPS + 1),
         *(tensor.data_ptr() for tensor in tensors),
         *(qkvz.stride(0), ba.stride(0), ring.stride(0), ring.stride(1), state.stride(0)),
-        *(conv.capacity, spec.value_heads, spec.value_heads // spec.key_heads),
+        *(conv.capacity, spec.value_heads, spec.value_heads // spec.key_heads, rows.verify),
         eps,
         early=launching(qkvz.shape[0])["PDL"],
     )

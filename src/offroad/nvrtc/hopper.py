@@ -122,7 +122,7 @@ def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.delta_jit import gated_delta
     from offroad.triton_kernels.delta_replay_jit import Single
 
-    single = Single(delta_token.takes, delta_token.single)
+    single = Single(delta_token.takes, partial(delta_token.single, sms=device.units))
     return partial(gated_delta, tiles=delta.tiles(device, problem.dtype), single=single)
 
 
