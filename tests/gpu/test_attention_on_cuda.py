@@ -12,6 +12,8 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "cpu/triton_kernels"))
 from attention_cases import Case, make, problem, rows_of, tolerance  # noqa: E402
+from rope_store_cases import SPECS  # noqa: E402
+from rope_store_cases import same as same_stored  # noqa: E402
 
 from offroad.device.probe import probe_cuda  # noqa: E402
 from offroad.nvrtc import attention_few, hopper  # noqa: E402
@@ -159,3 +161,10 @@ def test_decode_in_a_graph_follows_lengths_on_the_device(phase: str):
 def test_many_rows_of_very_different_lengths():
     lengths = (70_000, 1, 0, *range(64, 64 * 95, 64))
     same(Case(lengths, (1,) * len(lengths), 2, 4, 128, dtype=BF16, kv=BF16), "hopper")
+
+
+@pytest.mark.parametrize("kv", [BF16, E5M2, E4M3])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_keys_and_values_rotated_into_their_pages(spec, kv: torch.dtype):
+    """The bits of rotation and store one after the other."""
+    same_stored(spec, kv, BF16, "cuda", scaled=kv != BF16)

@@ -248,6 +248,9 @@ def sample_problems(dtype: str) -> list[Problem]:
         parts = (("linear:gate_up", "triton.linear_dense"), ("gated_activation", "triton.gated_activation"))
         gated = Problem("gated_linear", phase, dtype, dtype, linear, frozenset({"silu"}), ("bf16",), parts)
         made.append(gated)
+        parts = (("qkv_rope", "triton.qkv_rope"), ("attention", "triton.paged_decode"))
+        sizes = (*attention, ("rope_dim", 64))
+        made.append(Problem("rope_attention", phase, dtype, dtype, sizes, parts=parts))
     return made
 
 

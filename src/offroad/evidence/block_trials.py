@@ -36,7 +36,7 @@ Parts = tuple[tuple[str, Choice], ...]  # a block's parts as its problem names t
 def block_trials(
     problem: Problem, parts: Parts, registry: Registry, device: DeviceProfile, place: torch.device
 ) -> Iterator[Trial]:
-    """The trials of an `attention_block`, an `mlp_block` or a `gated_linear`."""
+    """The trials of an `attention_block`, a `rope_attention`, an `mlp_block` or a `gated_linear`."""
     chosen = dict(parts)
     bounds = {name: registry.kernels[c.kernel].prepare(device, c.problem) for name, c in chosen.items()}
     make = {name: Maker(choice.problem, choice.layout, place) for name, choice in chosen.items()}
@@ -44,7 +44,8 @@ def block_trials(
         name.partition(":")[2]: _weight(m, chosen[name]) for name, m in make.items() if name.startswith("linear:")
     }
     layer = LayerOps(bounds, linears, {}, EPS)
-    yield from {"attention_block": _attention, "mlp_block": _mlp, "gated_linear": _gated}[problem.op](make, layer)
+    known = {"attention_block": _attention, "rope_attention": _attention, "mlp_block": _mlp, "gated_linear": _gated}
+    yield from known[problem.op](make, layer)
 
 
 def _weight(make: Maker, choice: Choice) -> Packed:
@@ -56,7 +57,7 @@ def _scale(make: Maker, size: int, seed: int) -> torch.Tensor:
 
 
 def _attention(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
-    attention, rope, qkv = make["attention"], make["qkv_rope"], make["linear:qkv"]
+    attention, rope, qkv = make["attention"], make["qkv_rope"], make.get("linear:qkv")
     seen = attention_spec(attention)
     spec = replace(attention_spec(rope), window=seen.window, softcap=seen.softcap, own_kv=seen.own_kv)
     tensors = {"q_norm": _scale(rope, spec.head_dim, 0), "k_norm": _scale(rope, spec.head_dim, 1)}
@@ -64,13 +65,16 @@ def _attention(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
         layer,
         tensors=tensors if spec.qk_norm else {},
         mixer=spec,
-        rope=rope_table(spec.rope, 512, qkv.device),
+        rope=rope_table(spec.rope, 512, rope.device),
         attention_verify=layer.bounds.get("attention.decode", layer.bounds["attention"]),
         attention_chunk=layer.bounds["attention"],
     )
     steps = ((90, 40), (0, 30)) if attention.problem.phase == "prefill" else ((300, 1), (0, 1), (64, 3))
     rows, view = rows_of(attention, steps), pages(attention, spec, steps)
-    h = qkv.x(rows.tokens, qkv.sizes["k"])
+    if spec.rope.sections:
+        rows = replace(rows, streams=rows.positions.expand(3, -1).contiguous())
+    own = spec.kv_heads * spec.head_dim * (1 if spec.k_eq_v else 2) if spec.own_kv else 0
+    h = qkv.x(rows.tokens, qkv.sizes["k"]) if qkv else rope.x(rows.tokens, spec.q_width + own)
 
     def run(bound: Bound, wide: bool) -> Outputs:
         mine = replace(view, k=view.k.clone(), v=view.v.clone())

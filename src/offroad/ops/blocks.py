@@ -23,8 +23,14 @@ def attention_block(h: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tenso
     Without an output gate there is no such factor.
     """
     qkv = layer.linear("qkv", h)
-    out = layer.attention(*layer.qkv_rope(qkv, rows), rows)
+    out = layer.rope_attention(qkv, rows)
     return layer.linear("o", layer.output_gate(out, qkv) if layer.mixer.output_gate else out)
+
+
+def rope_attention(qkv: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tensor:
+    """`attention(rope(qkv))` of a layer with keys and values of its own, which are stored; qkv [tokens, n] ->
+    [tokens, heads * dim]."""
+    return layer.attention(*layer.qkv_rope(qkv, rows), rows)
 
 
 def mlp_block(x: torch.Tensor, residual: torch.Tensor, layer: LayerOps) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +51,7 @@ def gated_linear(x: torch.Tensor, layer: LayerOps) -> torch.Tensor:
 
 OPS = (
     OpSpec("attention_block", attention_block.__doc__ or "", attention_block, TOLERANCE),
+    OpSpec("rope_attention", rope_attention.__doc__ or "", rope_attention, TOLERANCE),
     OpSpec("mlp_block", mlp_block.__doc__ or "", mlp_block, TOLERANCE),
     OpSpec("gated_linear", gated_linear.__doc__ or "", gated_linear, TOLERANCE),
 )

@@ -75,11 +75,19 @@ class LayerOps:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim], normed where the layer does so, and rotated; no k
         and v in a layer that reads another's."""
         tensors = self.tensors
-        # A drafter of another family may have the other kind of rope.
-        positions = rows.positions if self.mixer.rope.sections is None else rows.rope_positions
         return self.bounds["qkv_rope"](
-            qkv, positions, self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
+            qkv, self.positions(rows), self.rope, self.mixer, tensors.get("q_norm"), tensors.get("k_norm"), self.eps
         )
+
+    def positions(self, rows: Rows) -> torch.Tensor:
+        """What the layer's angles are looked up by, [tokens] or [3, tokens]: a drafter of another family may have the
+        other kind of rope."""
+        return rows.positions if self.mixer.rope.sections is None else rows.rope_positions
+
+    def rope_attention(self, qkv: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Attention of the projection qkv [tokens, n]; -> [tokens, heads * dim]: by its parts, where the plan has no
+        cell for both."""
+        return self.bounds.get("rope_attention", blocks.rope_attention)(qkv, rows, self)
 
     def attention(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, rows: Rows) -> torch.Tensor:
         """Attention of the step's tokens, storing their rows if it has any; -> [tokens, heads * dim]."""

@@ -231,7 +231,26 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
                     (part if at == phase else f"{part}.{at}", _kernel(cells, i, shared, part, at)) for part, at in parts
                 )
                 yield Group(((Cell(i, op, phase), Problem(op, phase, dtype, parts=found)),))
+            yield from _rope_attention(i, phase, cells)
             yield from _gated_linear(i, phase, cells)
+
+
+def _rope_attention(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
+    """The rotation and attention behind it as one op for rows that decode, where both are kernels that could be: chunks
+    have keys beside those in pages."""
+    parts = "qkv_rope", "attention"
+    rope, attention = (cells.get(Cell(i, part, phase)) for part in parts)
+    if phase == "prefill" or not rope or not attention or rope.kernel != "triton.qkv_rope":
+        return
+    if "q_only" not in rope.problem.features:
+        problem = replace(
+            attention.problem,
+            op="rope_attention",
+            sizes=tuple((dict(rope.problem.sizes) | dict(attention.problem.sizes)).items()),
+            features=rope.problem.features | attention.problem.features,
+            parts=tuple(zip(parts, (rope.kernel, attention.kernel), strict=True)),
+        )
+        yield Group(((Cell(i, "rope_attention", phase), problem),))
 
 
 def _gated_linear(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:

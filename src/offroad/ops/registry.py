@@ -53,6 +53,7 @@ def default_registry() -> Registry:
         registry.add_op(op)
     block_kernels.register(registry)
     triton_gated.register(registry)
+    triton_rows.register_rope_attention(registry)
     hopper.register_gated(registry)
     return registry
 

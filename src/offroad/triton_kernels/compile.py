@@ -21,6 +21,7 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 # Modules of this package whose `variants()` are compiled.
 MODULES: tuple[str, ...] = (
     "attention_variants",
+    "rope_store_jit",
     "linear_variants",
     "linear_fp8_jit",
     "norms_jit",

@@ -16,13 +16,13 @@ TOKENS = 4  # tokens of a program, one a warp: a head's sum is the same whatever
 
 
 @triton.jit
-def _inverse_rms(x, eps, DIM: tl.constexpr):
+def inverse_rms(x, eps, DIM: tl.constexpr):
     """1 / rms [tokens, 1] of the heads x [tokens, BLOCK]."""
     return tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
 
 
 @triton.jit
-def _rotated(
+def rotated(
     source, positions, table, weight, token, live_token, stride, position_stride, eps,
     NORM: tl.constexpr, STREAMS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     DIM: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
@@ -39,7 +39,7 @@ def _rotated(
     x = tl.load(base + at[None], mask=mask, other=0.0).to(tl.float32)
     other = tl.load(base + partner[None], mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        scale = _inverse_rms(x, eps, DIM)
+        scale = inverse_rms(x, eps, DIM)
         w = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)[None]
         x = (x * scale * w).to(kind).to(tl.float32)
         w_other = tl.load(weight + partner, mask=live, other=0.0).to(tl.float32)[None]
@@ -74,14 +74,14 @@ def qkv_rope_kernel(
     at = tl.arange(0, BLOCK)
     mask = live_token[:, None] & (at < DIM)[None]
     if head < HEADS:
-        turned = _rotated(
+        turned = rotated(
             qkv + head * Q_STEP, positions, table, q_weight, token, live_token, stride, position_stride, eps,
             Q_NORM, STREAMS, HEIGHT, WIDTH, DIM, ROPE, BLOCK,
         )  # fmt: skip
         tl.store(q + (token[:, None] * HEADS + head) * DIM + at[None], turned, mask=mask)
     elif k is not None:  # decided while compiling: a layer without keys of its own has no such programs
         if head < HEADS + KV:
-            turned = _rotated(
+            turned = rotated(
                 qkv + HEADS * Q_STEP + (head - HEADS) * DIM, positions, table, k_weight, token, live_token, stride,
                 position_stride, eps, K_NORM, STREAMS, HEIGHT, WIDTH, DIM, ROPE, BLOCK,
             )  # fmt: skip
@@ -90,7 +90,7 @@ def qkv_rope_kernel(
             index = head - HEADS - KV
             column = HEADS * Q_STEP + (index if K_EQ_V else KV + index) * DIM
             x = tl.load(qkv + token[:, None] * stride + column + at[None], mask=mask, other=0.0).to(tl.float32)
-            x *= _inverse_rms(x, eps, DIM)
+            x *= inverse_rms(x, eps, DIM)
             tl.store(v + (token[:, None] * KV + index) * DIM + at[None], x.to(v.dtype.element_ty), mask=mask)
 
 

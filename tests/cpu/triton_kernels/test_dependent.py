@@ -1,8 +1,9 @@
-"""Kernels that may start before the one before has ended touch memory only after their turn has come."""
+"""Kernels that may start before the one before has ended touch memory, but for weights, only after their turn."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,13 @@ KERNELS = {
 }
 
 
+WEIGHTS = re.compile(
+    r"tl\.load\((weight|post) \+ at, mask=live, other=0\.0\)"
+)  # of norms: no kernel of a step writes them
+
+
 def touches(statement: ast.stmt) -> bool:
-    text = ast.unparse(statement)
+    text = WEIGHTS.sub("", ast.unparse(statement))
     return any(f"tl.{call}" in text for call in ("load", "store", "atomic")) or "return" in text
 
 
