@@ -20,6 +20,7 @@ from offroad.triton_kernels.memory import MEMORY
 LARGEST_HEAD = 512
 WORKSPACE = 128 << 20  # bytes of partial results at once that any card has room for: more rows take more launches
 KINDS = {"float8_e5m2": 1, "float8_e4m3fn": 2}  # kv_rows.E5M2, E4M3; others are plain
+STORE_WARPS = {1: 4, 8: 8}  # of a program that stores rows, by its tokens
 SMALLEST = 128  # tokens of the shortest partition
 EACH = 64  # partitions of one length, twice as many of the shortest one
 _ITEMSIZE = {"float32": 4, "float8_e5m2": 1, "float8_e4m3fn": 1}
@@ -76,7 +77,7 @@ def prefill_tile(dim: int, wide: int, room: int) -> Tile:
     else:
         queries, keys, stages = ((32, 16, 2), (32, 32, 2), (64, 32, 2))[level]
     if wide == 4:
-        queries, keys = max(16, queries // 4), max(16, keys // 2)
+        queries, keys = max(16, queries // 8), max(16, keys // 2)
     buffers = stages if level == 2 else stages - 1  # wgmma reads one while others are filled
     shared = 2 * keys * size * wide * buffers + queries * size * wide + queries * keys * wide + 2048
     return Tile(queries, keys, 8, stages, shared)
@@ -194,14 +195,14 @@ def store(
     k_fresh, v_fresh = fresh or (k_pages, v_pages)
     k_scale, v_scale = (rows.start_t if x is None else x for x in (view.k_scale, view.v_scale))
     widest = int(rows.width.max())
-    tokens = 1 if widest == 1 else 16  # few sizes, each of which is compiled
+    tokens = 1 if widest == 1 else 8  # few sizes, each of which is compiled
     kv_heads, dim = k.shape[1:]
     store_rows[(len(rows.slot), -(-widest // tokens), kv_heads)](
         k, v, k_pages, v_pages, k_fresh, v_fresh,
         view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t, k_scale, v_scale,
         k.stride(0), v.stride(0), view.table.stride(0),
         KV_HEADS=kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK=view.block, TOKENS=tokens, KIND=kind_of(view),
-        SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=4,
+        SCALED=view.k_scale is not None, PAGES=view.writable, FRESH=fresh is not None, num_warps=STORE_WARPS[tokens],
         **launching(k.shape[0]),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import Any
 from offroad.triton_kernels.attention import (
     KINDS,
     SMALLEST,
+    STORE_WARPS,
     Tile,
     decode_tile,
     padded,
@@ -63,11 +64,7 @@ def _variant(
 
 
 def variants() -> Iterator[Variant]:
-    """What the kernels compile to for the models of the plans, for each size of shared memory.
-
-    Prefill is not `hot`: on compute capability 9.0 and 10.0 its sums fill the registers, and what the end needs waits
-    in memory; in the loop only heads of 512 spill, on tiles at the mask's edge.
-    """
+    """What the kernels compile to for the models of the plans, for each size of shared memory."""
     for label, heads, kv_heads, dim, window, dtype, kv_dtype, archs in _SHAPES:
         act, rows = _POINTERS[dtype], _POINTERS[kv_dtype]
         types = {"q": act, "out": act, "k": act, "v": act}
@@ -89,11 +86,12 @@ def variants() -> Iterator[Variant]:
             yield _variant(f"paged_decode, {label}", paged_decode, types, constants, tile, archs=alike)
             tile = prefill_tile(dim, size, room)
             constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "OWN": True}
-            yield _variant(f"paged_prefill, {label}", paged_prefill, types, constants, tile, archs=alike, hot=False)
-        small = Tile(0, 0, 4, 3, 0)
+            yield _variant(f"paged_prefill, {label}", paged_prefill, types, constants, tile, archs=alike)
+        small = Tile(0, 0, STORE_WARPS[8], 3, 0)
         constants = {name: sizes[name] for name in ("KV_HEADS", "DIM", "BLOCK_D", "BLOCK")}
-        constants |= {"TOKENS": 16, "KIND": kind, "SCALED": kind == 2, "PAGES": True, "FRESH": kind > 0}
-        yield _variant(f"store_rows, {label}", store_rows, types, constants, small, archs=archs[-1:], hot=False)
+        constants |= {"TOKENS": 8, "KIND": kind, "SCALED": kind == 2, "PAGES": True, "FRESH": kind > 0}
+        yield _variant(f"store_rows, {label}", store_rows, types, constants, small, archs=archs[-1:])
     constants = {"HEADS": 32, "GROUP": 8, "DIM": 512, "BLOCK_D": 512, "BLOCK_P": 512, "STEP": step_of(512)}
     constants |= {"WINDOW": 0, "BASE": SMALLEST, "SCALED": False}
-    yield _variant("sum_partitions, Gemma-4-31B full", sum_partitions, {"out": "*bf16"}, constants, small, archs=(90,))
+    sums = Tile(0, 0, 4, 3, 0)
+    yield _variant("sum_partitions, Gemma-4-31B full", sum_partitions, {"out": "*bf16"}, constants, sums, archs=(90,))

@@ -40,7 +40,7 @@ class Variant:
     """One specialisation of a kernel, as some model of the plans uses it.
 
     `signature` maps each argument to its Triton type ("*bf16", "i32", "i64", "fp32"; constants are in `constants`).
-    `hot`: spills are not accepted. `declared`: bytes of shared memory that the kernel's entry says it needs. `archs`:
+    `declared`: bytes of shared memory that the kernel's entry says it needs. `archs`:
     compute capabilities that it is for, where `check` refuses the others. `registers`: the most a thread may take.
     """
 
@@ -50,7 +50,6 @@ class Variant:
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
-    hot: bool = True
     archs: tuple[int, ...] = ARCHS
     declared: int | None = None
     aligned: tuple[str, ...] = field(default=())  # pointers and sizes that are multiples of 16

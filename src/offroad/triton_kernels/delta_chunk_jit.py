@@ -102,7 +102,7 @@ def _product(a, x, kind: tl.constexpr, SPLIT: tl.constexpr):
     if SPLIT:
         high, low = _parts(a, kind)
         x_high, x_low = _parts(x, kind)
-        return tl.dot(high, x_high, tl.dot(high, x_low, tl.dot(low, x_high)))
+        return tl.dot(high, x_high, tl.dot(low, x_high, tl.dot(high, x_low)))
     else:
         return tl.dot(a, x, input_precision="ieee")
 
@@ -161,7 +161,8 @@ def solve_kernel(
     row = first + tl.program_id(2)
     width = tl.load(widths + row)
     if chunk * CHUNK < width:
-        token = tl.load(offsets + row).to(tl.int64) + chunk * CHUNK + tl.arange(0, CHUNK)
+        begin = tl.load(offsets + row).to(tl.int64) + chunk * CHUNK
+        token = begin + tl.arange(0, CHUNK)
         live = chunk * CHUNK + tl.arange(0, CHUNK) < width
         beta = tl.sigmoid(tl.load(ba + token * ba_stride + head, mask=live, other=0.0).to(tl.float32))
         beta = tl.where(live, beta, 0.0)
@@ -169,12 +170,20 @@ def solve_kernel(
         x += tl.load(dt_bias + head)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
         total = tl.cumsum(tl.where(live, -tl.exp(tl.load(a_log + head)) * softplus, 0.0), axis=0)
+        tl.store(sums + token * HEADS + head, total, mask=live)
         channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
-        key = tl.arange(0, K)
-        place = mixed + token[:, None] * channels + head // (HEADS // KEY_HEADS) * DK + key[None]
-        there = live[:, None] & (key < DK)[None]
-        q = tl.load(place, mask=there, other=0.0)
-        k = tl.load(place + KEY_HEADS * DK, mask=there, other=0.0)
+        inside = tl.zeros((CHUNK, CHUNK), tl.float32)
+        system = tl.zeros((CHUNK, CHUNK), tl.float32)
+        PART: tl.constexpr = min(K, 16)  # of the keys' dims, whose operands registers hold at once
+        for part in tl.static_range(0, K, PART):
+            key = part + tl.arange(0, PART)
+            place = mixed + begin * channels + head // (HEADS // KEY_HEADS) * DK
+            place += tl.arange(0, CHUNK)[:, None] * channels + key[None]
+            there = live[:, None] & (key < DK)[None]
+            q = tl.load(place, mask=there, other=0.0)
+            k = tl.load(place + KEY_HEADS * DK, mask=there, other=0.0)
+            inside = tl.dot(q, tl.trans(k), inside, input_precision="ieee")
+            system = tl.dot(k, tl.trans(k), system, input_precision="ieee")
         rows = tl.arange(0, CHUNK)[:, None]
         columns = tl.arange(0, CHUNK)[None]
         between = tl.exp(tl.where(rows >= columns, total[:, None] - total[None], float("-inf")))
@@ -182,14 +191,13 @@ def solve_kernel(
         q_scale = tl.load(length, mask=live, other=0.0)
         k_scale = tl.load(length + KEY_HEADS, mask=live, other=0.0)
         between *= k_scale[None]
-        at = (token[:, None] * HEADS + head) * CHUNK + columns
-        inside = tl.dot(q, tl.trans(k), input_precision="ieee") * between * q_scale[:, None]
-        _store_parts(scores + at, lacking, live[:, None], inside, SPLIT)
-        system = tl.dot(k, tl.trans(k), input_precision="ieee") * between * (beta * k_scale)[:, None]
-        system = tl.where(rows > columns, system, 0.0)
+        at = rows * (HEADS * CHUNK) + columns  # from the chunk's first token on
+        scores += (begin * HEADS + head) * CHUNK
+        solved += (begin * HEADS + head) * CHUNK
+        _store_parts(scores + at, lacking, live[:, None], inside * between * q_scale[:, None], SPLIT)
+        system = tl.where(rows > columns, system * between * (beta * k_scale)[:, None], 0.0)
         inverse = _inverse(system, rows, columns, CHUNK, mixed.dtype.element_ty, SPLIT)
         _store_parts(solved + at, lacking, live[:, None], inverse * beta[None], SPLIT)
-        tl.store(sums + token * HEADS + head, total, mask=live)
 
 
 @triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=LISTS)
@@ -343,9 +351,7 @@ def variants() -> Iterator[Variant]:
     yield variant("mix", mix_kernel, dims | {"BACK": 3, "BLOCK": 128}, 8, archs=(80, 90, 120))
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
     yield variant("gate", gate_kernel, gate, 4, archs=(80, 90, 120))
-    # Both are tuned for compute capability 9.0; few registers spill elsewhere.
     for tiles, archs in ((HOPPER, (90,)), (OTHERS, (80, 100, 120))):
-        more = {"hot": tiles is HOPPER, "archs": archs}
-        yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, tiles.solve_warps, **more)
+        yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, tiles.solve_warps, archs=archs)
         scan = dims | {"K": 128, "V": tiles.values, "SPLIT": True, "EMIT": 0}
-        yield variant("scan", scan_kernel, scan, tiles.warps, tiles.stages, **more)
+        yield variant("scan", scan_kernel, scan, tiles.warps, tiles.stages, archs=archs)

@@ -51,20 +51,22 @@ def step_kernel(
     before = (start + state_capacity - 1) % state_capacity * state_stride
     state = tl.load(states + before + inner, mask=live & (start > 0), other=0.0).to(tl.float32)
     for t in range(width):
-        q, k, v, beta, decay = token_inputs(
+        q, k, by_q, by_k, v, beta, decay = token_inputs(
             qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
             HEADS, GROUP, DK, DV, BACK, K, V,
         )  # fmt: skip
-        state *= tl.exp(decay)
-        delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
-        state += k[:, None] * delta[None]
+        further = tl.exp(decay)
+        old_q = tl.sum(state * q[:, None], axis=0) * (by_q * further)
+        old_k = tl.sum(state * k[:, None], axis=0) * (by_k * further)
+        delta = (v - old_k) * beta
+        y = old_q + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
+        state = state * further + k[:, None] * (delta * by_k)[None]
         place = (start + t) % state_capacity * state_stride
-        tl.store(states + place + inner, state.to(states.dtype.element_ty), mask=live)
-        y = tl.sum(state * q[:, None], axis=0)
+        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
         store_token_columns(
             qkvz, ring, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V
         )
-        token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
+        tl.store(states + place + inner, state.to(states.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize_on_alignment=LISTS, do_not_specialize=["first"])
@@ -142,9 +144,7 @@ def variants() -> Iterator[Variant]:
     kinds |= dict.fromkeys((*sizes, "state_capacity"), "i32")
     constants = {"HEADS": 48, "GROUP": 3, "DK": 128, "DV": 128, "BACK": 3, "SILU": True, "K": 128, "V": 128}
     aligned = ("qkvz", "ring", "states", "out", "stride", "ring_slot", "ring_stride", "state_slot", "state_stride")
-    for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
-        hot = 90 in archs
-        yield Variant("gated_delta step", step_kernel, kinds, constants, aligned=aligned, archs=archs, hot=hot)
+    yield Variant("gated_delta step", step_kernel, kinds, constants, aligned=aligned, archs=(80, 90, 100, 120))
     names = ("qkvz", "ring", "slots", "starts", "widths", "offsets", "stride", "ring_slot", "ring_stride")
     columns = {name: kinds[name] for name in names} | {"channels": "i32", "first": "i32"}
     yield Variant("gated_delta columns", store_columns_kernel, columns, {"CAPACITY": 4, "BLOCK": COLUMNS}, archs=(90,))

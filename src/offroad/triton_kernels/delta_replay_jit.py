@@ -80,17 +80,19 @@ def replay_kernel(
     state = _replayed(state, keys, deltas, decays, base, count, head, HEADS, GROUP, DK, DV, K, V, CAPACITY)
     tl.store(states + inner, state.to(states.dtype.element_ty), mask=live & (count + WIDEST > LAG))
     for t in range(width):
-        q, k, v, beta, step = token_inputs(
+        q, k, by_q, by_k, v, beta, step = token_inputs(
             qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
             HEADS, GROUP, DK, DV, BACK, K, V,
         )  # fmt: skip
-        state *= tl.exp(step)
-        delta = (v - tl.sum(state * k[:, None], axis=0)) * beta
-        state += k[:, None] * delta[None]
-        y = tl.sum(state * q[:, None], axis=0)
+        further = tl.exp(step)
+        old_q = tl.sum(state * q[:, None], axis=0) * (by_q * further)
+        old_k = tl.sum(state * k[:, None], axis=0) * (by_k * further)
+        delta = (v - old_k) * beta
+        y = old_q + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
+        state = state * further + k[:, None] * (delta * by_k)[None]
         place = (start + t) % CAPACITY
         first = live_key & (head % GROUP == 0)
-        tl.store(keys + place * KEYS + head // GROUP * DK + key, k, mask=first)
+        tl.store(keys + place * KEYS + head // GROUP * DK + key, k * by_k, mask=first)
         tl.store(deltas + (place * HEADS + head) * DV + value, delta, mask=live_value)
         tl.store(decays + place * HEADS + head, step)
         token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
@@ -139,7 +141,7 @@ def single_kernel(
     at, place = (base + record) % CAPACITY, start % CAPACITY
     decay = tl.load(decays + at * HEADS, mask=known, other=0.0)
     key_of = tl.load(keys + at[:, None] * KEYS + key[None], mask=known[:, None] & live_key[None], other=0.0)
-    q, k, v, beta, step = token_inputs(
+    q, k, by_q, by_k, v, beta, step = token_inputs(
         qkvz, ba, ring, taps, a_log, dt_bias, 0, offset, start, stride, ba_stride, ring_stride, capacity, head,
         HEADS, GROUP, DK, DV, BACK, K, V,
     )  # fmt: skip
@@ -147,14 +149,15 @@ def single_kernel(
     left = tl.where(known, tl.exp(total - tl.cumsum(decay, axis=0)), 0.0)
     near_k, near_q = _two_sums(key_of * k[None], key_of * q[None], 1)
     old_k, old_q = _two_sums(state * k[:, None], state * q[:, None], 0)
+    near_k, near_q, old_k, old_q = near_k * by_k, near_q * by_q, old_k * by_k, old_q * by_q
     delta_at = deltas + at[:, None] * (HEADS * DV) + value[None]
     delta_of = tl.load(delta_at, mask=known[:, None] & live_value[None], other=0.0)
     new_k, new_q = _two_sums((near_k * left)[:, None] * delta_of, (near_q * left)[:, None] * delta_of, 0)
     further = tl.exp(total)
     # What lies there before the first fold may be anything: it is replaced, not multiplied by zero.
     delta = (v - new_k - tl.where(base > 0, old_k * further, 0.0)) * beta
-    y = new_q + tl.where(base > 0, old_q * further, 0.0) + tl.sum(q * k, axis=0) * delta
-    tl.store(keys + place * KEYS + key, k, mask=live_key & (head % GROUP == 0))
+    y = new_q + tl.where(base > 0, old_q * further, 0.0) + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
+    tl.store(keys + place * KEYS + key, k * by_k, mask=live_key & (head % GROUP == 0))
     tl.store(deltas + place * (HEADS * DV) + value, delta, mask=live_value)
     tl.store(decays + place * HEADS, step)
     store_token_columns(qkvz, ring, 0, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, DV, K, V)
@@ -162,7 +165,7 @@ def single_kernel(
     if count == LAG:
         state = tl.load(states + inner, mask=live & (base > 0), other=0.0).to(tl.float32) * tl.exp(total - step)
         later = total - step
-        for i in tl.range(0, LAG, loop_unroll_factor=4):
+        for i in tl.range(0, LAG, loop_unroll_factor=2):
             from_here = (base + i) % CAPACITY
             later -= tl.load(decays + from_here * HEADS)
             k = tl.load(keys + from_here * KEYS + key, mask=live_key, other=0.0) * tl.exp(later)
@@ -320,9 +323,8 @@ def variants() -> Iterator[Variant]:
         )
 
     step = sizes | {"BACK": 3, "SILU": True, "LAG": 8, "R": 8}
-    for archs in ((90, 100, 120), (80,)):  # the latter spills some registers where it folds, at every eighth token
-        yield variant("token", single_kernel, step, archs=archs, hot=90 in archs)
-    for archs in ((80, 90), (100, 120)):  # the latter spill a few registers: the state alone takes half of them
-        drafts = {name: value for name, value in step.items() if name != "R"} | {"WIDEST": 4}
-        yield variant("replayed step, 3 drafts", replay_kernel, drafts, archs=archs, hot=90 in archs)
-    yield variant("fold", fold_kernel, sizes | {"CAPACITY": 9}, archs=(90,), hot=False)
+    archs = (80, 90, 100, 120)
+    yield variant("token", single_kernel, step, archs=archs)
+    drafts = {name: value for name, value in step.items() if name != "R"} | {"WIDEST": 4}
+    yield variant("replayed step, 3 drafts", replay_kernel, drafts, archs=archs)
+    yield variant("fold", fold_kernel, sizes | {"CAPACITY": 9}, archs=(90,))

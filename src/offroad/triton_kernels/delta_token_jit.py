@@ -30,16 +30,15 @@ def token_keys(
     qkvz, ring, taps, t, offset, start, stride, ring_stride, capacity, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, BACK: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """(q [K], k [K]) of token t of a row in value head `head`, fp32 and of unit length, q divided by sqrt(DK)."""
+    """(q [K], k [K], and what they are to be taken times) of token t of a row in value head `head`: of unit length, q
+    divided by sqrt(DK). A factor is for sums over [K]: numbers that are halves take half the registers until then."""
     key = tl.arange(0, K)
     live = key < DK
     q_at = head // GROUP * DK + key
     k_at = HEADS // GROUP * DK + q_at
     q = _column(qkvz, ring, taps, q_at, live, t, offset, start, stride, ring_stride, capacity, BACK)
     k = _column(qkvz, ring, taps, k_at, live, t, offset, start, stride, ring_stride, capacity, BACK)
-    q *= tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5)
-    k *= tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
-    return q, k
+    return q, k, tl.rsqrt(tl.sum(q * q, axis=0) + 1e-6) * (DK**-0.5), tl.rsqrt(tl.sum(k * k, axis=0) + 1e-6)
 
 
 @triton.jit
@@ -65,14 +64,14 @@ def token_inputs(
     K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """What `token_keys` and `token_value` give."""
-    q, k = token_keys(
+    q, k, by_q, by_k = token_keys(
         qkvz, ring, taps, t, offset, start, stride, ring_stride, capacity, head, HEADS, GROUP, DK, BACK, K
     )
     v, beta, step = token_value(
         qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
         HEADS, GROUP, DK, DV, BACK, V,
     )  # fmt: skip
-    return q, k, v, beta, step
+    return q, k, by_q, by_k, v, beta, step
 
 
 @triton.jit

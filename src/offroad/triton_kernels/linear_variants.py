@@ -31,14 +31,14 @@ def _variant(label: str, kind: str, bm: int = 16, bn: int = 128, dtype: str = "b
         "GATE": "",
     }
     constants |= {"ASM": dtype != "fp32"} | dict.fromkeys(_FLAGS, False)
-    warps, hot, archs = options.pop("warps", 4), options.pop("hot", True), options.pop("archs")
+    warps, archs = options.pop("warps", 4), options.pop("archs")
     registers = options.pop("registers", None)
     constants |= options
     constants |= {name: None for name in ("s", "m", "row_scale", "bias", "ids", "owner") if name not in pointers}
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | dict.fromkeys(sizes, "i32")
     aligned = (*pointers, "n", "k", "s_group")
     stages = constants["STAGES"]
-    return Variant(label, linear, signature, constants, warps, stages, hot, archs, aligned=aligned, registers=registers)
+    return Variant(label, linear, signature, constants, warps, stages, archs, aligned=aligned, registers=registers)
 
 
 _FLAGS = ("E4M3_SCALES", "HAS_M", "HAS_ROW_SCALE", "HAS_BIAS", "GROUPED")
@@ -86,7 +86,7 @@ def variants() -> Iterator[Variant]:
     yield _variant("grouped linear int4 g128, 16 rows", "int4", 16, 64, GROUPED=True, archs=both, **few)
     yield _variant("grouped linear fp8, 32 rows", "e4m3", 32, scale="fp32", GROUPED=True, STAGES=3, archs=both)
     yield _variant("grouped linear bf16, 64 rows", "dense", 64, 64, GROUPED=True, STAGES=3, archs=(80, 90, 120))
-    yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", hot=False, STAGES=2, archs=(86, 90))
+    yield _variant("linear int4 g128, 32 rows, fp32", "int4", 32, 64, dtype="fp32", STAGES=2, archs=(86, 90))
     behind = dict(GATE="silu", STAGES=3, SPLIT=1)
     yield _variant("gated linear int4 g128, 16 rows", "int4", 16, 64, archs=fast, **behind | {"SPLIT": 2})
     yield _variant("gated linear int4 g128, 64 rows", "int4", 64, 64, archs=fast, **behind)

@@ -20,7 +20,8 @@ def _walk(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of positions [first, stop), of which those in [low, end) are there; `first` begins a tile. Not
-    MASKED: every query sees them all.
+    MASKED: every query sees them all. In place of those that are not there the nearest are read, and count for nothing:
+    masks of loads would take registers that sums need.
 
     A tile that begins before `start` is read from pages: those of its rows that are fresh have been stored there, since
     the block of position start - 1 is there for the first query.
@@ -38,11 +39,14 @@ def _walk(
             fresh = (at - start).to(tl.int64) * STRIDE
             k_tile = tl.where(at < start, k_tile, k_fresh + fresh)
             v_tile = tl.where(at < start, v_tile, v_fresh + fresh)
-        k_at, v_at = k_tile + within, v_tile + within
-        if MASKED:
-            there = ((key_at >= low) & (key_at < end))[:, None] & (d < DIM)[None]
-            keys, values = tl.load(k_at, mask=there, other=0), tl.load(v_at, mask=there, other=0)
-        elif DIM < BLOCK_D:
+        if not MASKED:
+            inner = within
+        elif WINDOW:
+            inner = (tl.minimum(tl.maximum(key_at, low), end - 1) - at)[:, None] * STRIDE + d[None]
+        else:
+            inner = tl.minimum(tl.arange(0, TILE), end - 1 - at)[:, None] * STRIDE + d[None]
+        k_at, v_at = k_tile + inner, v_tile + inner
+        if DIM < BLOCK_D:
             keys = tl.load(k_at, mask=(d < DIM)[None], other=0)
             values = tl.load(v_at, mask=(d < DIM)[None], other=0)
         else:
@@ -127,6 +131,14 @@ def paged_prefill(
         k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
         True, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
     )  # fmt: skip
+    # Made once more from what is read once more: else it would wait in memory while the loops need all registers.
+    again = tl.load(widths + row, volatile=True)
+    tile, head = tile + (again - width), head + (again - width)
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    of, top = number // GROUP, tile * BLOCK_M // GROUP
+    heads = head * GROUP + number % GROUP
+    inside = (of < again)[:, None] & (d < DIM)[None]
+    offset = tl.load(offsets + row, volatile=True).to(tl.int64)
     norm = 1 / total
     if SCALED:
         norm = norm * tl.load(v_scale + head)

@@ -13,7 +13,7 @@ from offroad.triton_kernels.compile import SHARED, table
 for variant, arch, report in table():
     assert report.shared <= SHARED[arch], (variant.label, arch, report)
     assert variant.declared is None or report.shared <= variant.declared <= SHARED[arch], (variant.label, arch, report)
-    assert not (variant.hot and report.spilled), (variant.label, arch, report)
+    assert not report.spilled, (variant.label, arch, report)
     print(variant.label, arch)
 """
 
