@@ -16,7 +16,8 @@ LARGEST = 128  # key and value dims of a state that is held in registers
 
 @dataclass(frozen=True)
 class Tiles:
-    """How chunks are cut: value columns, warps and stages of a program of the scan, and warps of one of the solve.
+    """How chunks are cut: value columns, warps and stages of a program of the scan, and warps of one of the solve, and
+    the dims of keys that it has at once: operands of products are in registers but on Hopper.
 
     `shared`: bytes of the largest tile, of the scan for heads of `LARGEST`, as Triton compiles it.
     """
@@ -25,12 +26,15 @@ class Tiles:
     warps: int
     stages: int
     solve_warps: int
+    solve_keys: int
     shared: int
 
 
-HOPPER = Tiles(values=32, warps=4, stages=2, solve_warps=4, shared=160_260)  # warpgroups multiply from shared memory
-OTHERS = Tiles(values=32, warps=8, stages=2, solve_warps=8, shared=94_740)  # that of 10.0; 74,244 below and above
-WIDE = Tiles(values=32, warps=8, stages=1, solve_warps=8, shared=90_112)  # fp32
+HOPPER = Tiles(values=32, warps=4, stages=2, solve_warps=4, solve_keys=128, shared=160_260)  # wgmma
+OTHERS = Tiles(
+    values=32, warps=8, stages=2, solve_warps=8, solve_keys=16, shared=94_740
+)  # that of 10.0; 74,244 below and above
+WIDE = Tiles(values=32, warps=8, stages=1, solve_warps=8, solve_keys=128, shared=90_112)  # fp32
 
 
 def tiles(device: DeviceProfile, dtype: str) -> Tiles:

@@ -152,10 +152,10 @@ def _store_parts(place, lacking, live, x, SPLIT: tl.constexpr):
 def solve_kernel(
     mixed, lengths, ba, widths, offsets, a_log, dt_bias, solved, scores, sums, first, ba_stride, lacking,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    CHUNK: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Program (c, h, r): T and A [parts, tokens, HEADS, CHUNK] and G [tokens, HEADS] of a chunk of row first + r in
-    head h; `lacking` elements lie between parts."""
+    head h; `lacking` elements lie between parts. PART dims of keys at once."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
     row = first + tl.program_id(2)
@@ -174,7 +174,6 @@ def solve_kernel(
         channels: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
         inside = tl.zeros((CHUNK, CHUNK), tl.float32)
         system = tl.zeros((CHUNK, CHUNK), tl.float32)
-        PART: tl.constexpr = min(K, 16)  # of the keys' dims, whose operands registers hold at once
         for part in tl.static_range(0, K, PART):
             key = part + tl.arange(0, PART)
             place = mixed + begin * channels + head // (HEADS // KEY_HEADS) * DK
@@ -316,7 +315,8 @@ def gated_delta(
     )  # fmt: skip
     solve_kernel[(chunks, spec.value_heads, count)](
         mixed, lengths, ba, rows.width_t, rows.offset_t, weights.a_log, weights.dt_bias, solved, scores, sums, first,
-        ba.stride(0), solved.stride(0), *dims, CHUNK, k, split, num_warps=tiles.solve_warps, num_stages=1,
+        ba.stride(0), solved.stride(0), *dims, CHUNK, k, min(k, tiles.solve_keys), split, num_warps=tiles.solve_warps,
+        num_stages=1,
     )  # fmt: skip
     block = min(tiles.values, v)
     scan_kernel[(triton.cdiv(spec.value_dim, block), spec.value_heads, count)](
@@ -352,6 +352,12 @@ def variants() -> Iterator[Variant]:
     gate = {"HEADS": 48, "DV": 128, "SILU": True, "TOKENS": GATED, "V": 128}
     yield variant("gate", gate_kernel, gate, 4, archs=(80, 90, 120))
     for tiles, archs in ((HOPPER, (90,)), (OTHERS, (80, 100, 120))):
-        yield variant("solve", solve_kernel, dims | {"K": 128, "SPLIT": True}, tiles.solve_warps, archs=archs)
+        yield variant(
+            "solve",
+            solve_kernel,
+            dims | {"K": 128, "PART": tiles.solve_keys, "SPLIT": True},
+            tiles.solve_warps,
+            archs=archs,
+        )
         scan = dims | {"K": 128, "V": tiles.values, "SPLIT": True, "EMIT": 0}
         yield variant("scan", scan_kernel, scan, tiles.warps, tiles.stages, archs=archs)
