@@ -16,7 +16,7 @@ from offroad.triton_kernels.dependent import launching
 
 ARGS = "@17Q5q4if4x"  # `Args` of the kernel, to its alignment
 WARPS = 8  # beside the one that starts copies
-STATES, SMALLS = 2, 3  # of items, that a block holds: as many as its shared memory has room for
+STATES, SMALLS = 2, 3  # of items, that a block holds: more states have no room, more of the rest gain nothing
 
 
 def source(lag: int, silu: bool) -> Source:
@@ -49,6 +49,9 @@ def single(
     """Writes the verify rows' part of `out`, their records and their columns, by a block on each of `sms` at most;
     `takes` the view."""
     ring, state = conv.data, view.state
+    # Copies read whole 16 bytes.
+    assert not any(tensor.data_ptr() % 16 for tensor in (qkvz, ring))
+    assert not any(stride % 8 for stride in (qkvz.stride(0), *ring.stride()[:2])), (qkvz.stride(), ring.stride())
     tensors = (
         *(qkvz, ba, ring, state, view.key, view.delta, view.decay, view.base),
         *(rows.slot_t, rows.start_t, rows.width_t, rows.offset_t),

@@ -37,7 +37,7 @@ FOR_ATTENTION = (
     "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; less than "
     f"{few.LEAST_STREAMS} rows times KV heads by Triton's, with a window or tables for less than {few.LONG:,} positions"
 )
-FOR_DELTA = "rows of one token by a CUDA C++ kernel that holds states in registers, others and chunks by Triton's"
+FOR_DELTA = "rows of one token by a CUDA C++ kernel, a warp of which starts copies ahead, others and chunks by Triton's"
 
 
 def _elsewhere(device: DeviceProfile) -> str | None:

@@ -28,7 +28,7 @@ def attention_block(h: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tenso
 
 
 def rope_attention(qkv: torch.Tensor, rows: Rows, layer: LayerOps) -> torch.Tensor:
-    """`attention(rope(qkv))` of a layer with keys and values of its own, which are stored; qkv [tokens, n] ->
+    """`attention(rope(qkv))`, storing keys and values of the step where the layer has its own; qkv [tokens, n] ->
     [tokens, heads * dim]."""
     return layer.attention(*layer.qkv_rope(qkv, rows), rows)
 

@@ -236,8 +236,8 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
 
 
 def _rope_attention(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
-    """The rotation and attention behind it as one op for rows that decode, where both are kernels that could be: chunks
-    have keys beside those in pages."""
+    """The rotation and attention behind it as one op for rows that decode, where the rotation is Triton's: no other
+    kernel could do both, and chunks have keys beside those in pages."""
     parts = "qkv_rope", "attention"
     rope, attention = (cells.get(Cell(i, part, phase)) for part in parts)
     if phase == "prefill" or not rope or not attention or rope.kernel != "triton.qkv_rope":

@@ -1,5 +1,5 @@
 """Norms and their fusions with residual adds: one program a token, the whole row in registers, statistics in fp32.
-Weights are on their way before the kernel's turn."""
+Where a kernel may start early, its weights are on their way before its turn; else they would only take registers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ def norm_kernel(x, weight, out, x_stride, size, eps, WEIGHTED: tl.constexpr, BLO
     """x [tokens, size] with rows `x_stride` apart -> out [tokens, size]."""
     at = tl.arange(0, BLOCK)
     live = at < size
-    by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32) if WEIGHTED else 1.0
+    if PDL:
+        by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32) if WEIGHTED else 1.0
     take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
-    value = _normed(tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32), size, eps) * by
+    value = _normed(tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32), size, eps)
+    if not PDL:
+        by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32) if WEIGHTED else 1.0
+    value *= by
     tl.store(out + row * size + at, value.to(out.dtype.element_ty), mask=live)
 
 
@@ -49,19 +53,28 @@ def add_norm_kernel(
     """total = residual + x (or + norm(x, post)), out = norm(total, weight); rounded where the reference rounds."""
     at = tl.arange(0, BLOCK)
     live = at < size
-    by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
-    by_post = tl.load(post + at, mask=live, other=0.0).to(tl.float32) if SANDWICH else by
+    if PDL:
+        by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+        by_post = tl.load(post + at, mask=live, other=0.0).to(tl.float32) if SANDWICH else by
     take_turn(PDL)
     row = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     value = tl.load(x + row * x_stride + at, mask=live, other=0.0).to(tl.float32)
-    before = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
+    if PDL:
+        before = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
     if SANDWICH:
+        if not PDL:
+            by_post = tl.load(post + at, mask=live, other=0.0).to(tl.float32)
         value = (_normed(value, size, eps) * by_post).to(kind).to(tl.float32)
+    if not PDL:
+        before = tl.load(residual + row * residual_stride + at, mask=live, other=0.0).to(tl.float32)
     value += before
     rounded = value.to(kind)
     tl.store(total + row * size + at, rounded, mask=live)
-    value = _normed(rounded.to(tl.float32), size, eps) * by
+    value = _normed(rounded.to(tl.float32), size, eps)
+    if not PDL:
+        by = tl.load(weight + at, mask=live, other=0.0).to(tl.float32)
+    value *= by
     tl.store(out + row * size + at, value.to(kind), mask=live)
 
 

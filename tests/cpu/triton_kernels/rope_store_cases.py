@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from attention_cases import Case, make
+from attention_cases import BLOCK, Case, make
 from rows_cases import EPS, ROPES
 
 from offroad.models.spec import AttentionSpec
@@ -28,6 +28,7 @@ def same(spec: AttentionSpec, kv: torch.dtype, dtype: torch.dtype, device: str, 
         scaled=scaled, device=device,
     )  # fmt: skip
     *_, view, rows, _ = make(case)
+    view.table[int(rows.slot[-1]), int(rows.start[-1]) // BLOCK] = 0  # rows of its first tokens are stored nowhere
     # In time, height and width, of which plain ropes take the first.
     rows = replace(rows, streams=torch.stack([rows.positions // by for by in (1, 2, 3)]))
     layer, qkv = layer_of(spec, rows, case)
@@ -37,8 +38,9 @@ def same(spec: AttentionSpec, kv: torch.dtype, dtype: torch.dtype, device: str, 
     found = rope_store(qkv, rows, replace(layer, views={"kv": views[1]}))
     assert torch.equal(found, q)
     for mine, theirs in ((views[1].k, views[0].k), (views[1].v, views[0].v)):
-        assert torch.equal(mine[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
-    assert not torch.equal(views[0].k[1:].view(torch.uint8), view.k[1:].view(torch.uint8))
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    if len(rows.slot) > 1:
+        assert not torch.equal(views[0].k.view(torch.uint8), view.k.view(torch.uint8))
 
 
 def layer_of(spec: AttentionSpec, rows: Rows, case: Case) -> tuple[LayerOps, torch.Tensor]:

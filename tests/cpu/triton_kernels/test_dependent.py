@@ -27,8 +27,10 @@ WEIGHTS = re.compile(
 )  # of norms: no kernel of a step writes them
 
 
-def touches(statement: ast.stmt) -> bool:
-    text = WEIGHTS.sub("", ast.unparse(statement))
+def touches(statement: ast.stmt, name: str) -> bool:
+    text = ast.unparse(statement)
+    if name.endswith("norm_kernel"):
+        text = WEIGHTS.sub("", text)
     return any(f"tl.{call}" in text for call in ("load", "store", "atomic")) or "return" in text
 
 
@@ -38,7 +40,7 @@ def test_the_turn_comes_before_memory_and_before_any_end(name: str):
     body = KERNELS[name].body
     turns = [i for i, statement in enumerate(body) if ast.unparse(statement) in ("take_turn(PDL)", "wait_turn(PDL)")]
     assert len(turns) == 1
-    assert not any(touches(statement) for statement in body[: turns[0]])
+    assert not any(touches(statement, name) for statement in body[: turns[0]])
 
 
 def test_kernels_that_fill_the_gpu_for_long_do_not_let_others_crowd_it():

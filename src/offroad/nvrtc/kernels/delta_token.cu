@@ -251,6 +251,7 @@ __device__ __forceinline__ void work(const Args& p, Shared& all, const Items& it
     if (count < 0) {
         meet();
         if (leaves) items.smalls.leave(item), items.states.wait_for(item), items.states.leave(item);
+        __syncwarp();  // a warp comes to the next meeting as one
         return;
     }
     // Half of the threads have q and the value, half have k.
