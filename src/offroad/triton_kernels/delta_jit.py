@@ -21,7 +21,7 @@ from offroad.triton_kernels import delta_chunk_jit, delta_replay_jit
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.delta import Tiles
 from offroad.triton_kernels.delta_replay_jit import Single
-from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output
+from offroad.triton_kernels.delta_token_jit import store_token_columns, token_inputs, token_output, token_rule
 from offroad.triton_kernels.dependent import launching, take_turn, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
 
@@ -55,12 +55,7 @@ def step_kernel(
             qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
             HEADS, GROUP, DK, DV, BACK, K, V,
         )  # fmt: skip
-        further = tl.exp(decay)
-        old_q = tl.sum(state * q[:, None], axis=0) * (by_q * further)
-        old_k = tl.sum(state * k[:, None], axis=0) * (by_k * further)
-        delta = (v - old_k) * beta
-        y = old_q + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
-        state = state * further + k[:, None] * (delta * by_k)[None]
+        state, _, y = token_rule(state, q, k, by_q, by_k, v, beta, decay)
         place = (start + t) % state_capacity * state_stride
         token_output(y, qkvz, norm, out, offset + t, stride, eps, head, HEADS, GROUP, DK, DV, SILU, V)
         store_token_columns(

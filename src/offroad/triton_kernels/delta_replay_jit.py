@@ -27,6 +27,7 @@ from offroad.triton_kernels.delta_token_jit import (
     store_token_columns,
     token_inputs,
     token_output,
+    token_rule,
 )
 from offroad.triton_kernels.dependent import launching, wait_turn
 from offroad.triton_kernels.kv_rows import LISTS
@@ -84,12 +85,7 @@ def replay_kernel(
             qkvz, ba, ring, taps, a_log, dt_bias, t, offset, start, stride, ba_stride, ring_stride, capacity, head,
             HEADS, GROUP, DK, DV, BACK, K, V,
         )  # fmt: skip
-        further = tl.exp(step)
-        old_q = tl.sum(state * q[:, None], axis=0) * (by_q * further)
-        old_k = tl.sum(state * k[:, None], axis=0) * (by_k * further)
-        delta = (v - old_k) * beta
-        y = old_q + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
-        state = state * further + k[:, None] * (delta * by_k)[None]
+        state, delta, y = token_rule(state, q, k, by_q, by_k, v, beta, step)
         place = (start + t) % CAPACITY
         first = live_key & (head % GROUP == 0)
         tl.store(keys + place * KEYS + head // GROUP * DK + key, k * by_k, mask=first)

@@ -75,6 +75,18 @@ def token_inputs(
 
 
 @triton.jit
+def token_rule(state, q, k, by_q, by_k, v, beta, decay):
+    """(the state [K, V] behind a token, its delta [V], what the rule gives it [V]) from what `token_inputs` gives. Both
+    sums are of the state before the token, so that q is not held while the state changes."""
+    further = tl.exp(decay)
+    old_q = tl.sum(state * q[:, None], axis=0) * (by_q * further)
+    old_k = tl.sum(state * k[:, None], axis=0) * (by_k * further)
+    delta = (v - old_k) * beta
+    y = old_q + tl.sum(q * k, axis=0) * (by_q * by_k) * delta
+    return state * further + k[:, None] * (delta * by_k)[None], delta, y
+
+
+@triton.jit
 def token_output(
     y, qkvz, norm, out, token, stride, eps, head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SILU: tl.constexpr, V: tl.constexpr,

@@ -73,6 +73,13 @@ def _walk(
     return acc, largest, total
 
 
+@triton.jit
+def _queries(tile, head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
+    """(each query's token in its row, the first of them, each one's head) of a tile of a KV head."""
+    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return number // GROUP, tile * BLOCK_M // GROUP, head * GROUP + number % GROUP
+
+
 @triton.jit(do_not_specialize_on_alignment=LISTS)
 def paged_prefill(
     q, out, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
@@ -89,15 +96,11 @@ def paged_prefill(
     width, start = tl.load(widths + row), tl.load(starts + row)
     if tile * BLOCK_M >= width * GROUP:
         return
-    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    of = number // GROUP  # the token in its row
-    real = of < width
+    of, top, heads = _queries(tile, head, BLOCK_M, GROUP)
     position = start + of
     offset = tl.load(offsets + row).to(tl.int64)
-    heads = head * GROUP + number % GROUP
     d = tl.arange(0, BLOCK_D)
-    inside = real[:, None] & (d < DIM)[None]
-    top = tile * BLOCK_M // GROUP  # the tile's first token
+    inside = (of < width)[:, None] & (d < DIM)[None]
     q += (offset + top) * q_stride
     queries = tl.load(q + ((of - top) * q_stride + heads * DIM)[:, None] + d[None], mask=inside, other=0)
     early = start + top  # positions of the tile's first and last tokens
@@ -134,9 +137,7 @@ def paged_prefill(
     # Made once more from what is read once more: else it would wait in memory while the loops need all registers.
     again = tl.load(widths + row, volatile=True)
     tile, head = tile + (again - width), head + (again - width)
-    number = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    of, top = number // GROUP, tile * BLOCK_M // GROUP
-    heads = head * GROUP + number % GROUP
+    of, top, heads = _queries(tile, head, BLOCK_M, GROUP)
     inside = (of < again)[:, None] & (d < DIM)[None]
     offset = tl.load(offsets + row, volatile=True).to(tl.int64)
     norm = 1 / total

@@ -129,6 +129,27 @@ def test_a_gated_linear_is_judged_by_its_parts(factor: float, monkeypatch):
     assert all(result.passed == (factor == 1.0) and result.repeats for result in results)
 
 
+@pytest.mark.parametrize("features", [(), ("qk_norm", "output_gate", "mrope"), ("qk_norm", "v_norm", "k_eq_v")])
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_a_rotation_with_attention_behind_it_is_judged_by_its_parts(factor: float, features: tuple, monkeypatch):
+    registry = default_registry()
+    sizes = (("heads", 4), ("kv_heads", 2), ("head_dim", 32), ("rope_dim", 24), ("block", 64))
+    rope = Problem("qkv_rope", "decode", "float32", "float32", sizes, frozenset(features))
+    attention = replace(rope, op="attention", features=frozenset())
+    parts = (
+        ("qkv_rope", Choice("torch.reference_qkv_rope", "", rope)),
+        ("attention", Choice("torch.reference_attention", "", attention)),
+    )
+    both = SimpleNamespace(
+        name="both", op="rope_attention", reference=False,
+        prepare=lambda device, problem: lambda qkv, rows, layer: factor * blocks.rope_attention(qkv, rows, layer),
+    )  # fmt: skip
+    monkeypatch.setitem(registry.kernels, "both", both)
+    results = check([Subject("both", replace(rope, op="rope_attention"), "", parts)], registry, CPU)
+    assert results
+    assert all(result.passed == (factor == 1.0) and result.repeats for result in results)
+
+
 def test_a_kernel_that_gives_other_bits_each_time(monkeypatch):
     kernels, calls = default_registry().kernels, iter(range(1000))
     wobbly = Wrong(kernels["torch.linear"], lambda x: x + 1e-7 * next(calls))

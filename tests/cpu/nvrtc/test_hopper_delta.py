@@ -98,6 +98,7 @@ MISSED = {
 def test_what_must_not_lack_is_missed(change: tuple[str, str], monkeypatch):
     with monkeypatch.context() as patched:
         wanted = runs(Emulated(patched, 1), 1)[0]
+    assert wanted is not None
     emulated = Emulated(monkeypatch, 1)
     emulated.changes = (change,)
     assert not all(alike(one, wanted) for one in runs(emulated, 6))
