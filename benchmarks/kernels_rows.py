@@ -78,7 +78,7 @@ def delta(device: DeviceProfile, rows: Rows, k: int = 0, **options) -> Callable[
         normal(spec.value_dim, dtype=torch.float32),
     )
     qkvz, ba = normal(rows.tokens, spec.channels + spec.value_width), normal(rows.tokens, 2 * spec.value_heads)
-    conv = RingView(normal(slots, 3 + k, spec.channels))
+    conv = RingView(normal(slots, spec.kernel + k, spec.channels))
     state = RingView(normal(slots, 1 + k, spec.value_heads, spec.key_dim, spec.value_dim, dtype=torch.float32))
     run = kernel("gated_delta", device)
     return lambda: run(qkvz, ba, conv, state, rows, spec, weights, EPS, **options)
@@ -127,7 +127,9 @@ def tune(device: DeviceProfile) -> None:
         rows = rows_of(count, width, 0, verify=False)
         for values, warps, stages, solve in product((16, 32, 64), (4, 8), (1, 2, 3), (4,)):
             try:
-                time = microseconds(delta(device, rows, tiles=Tiles(values, warps, stages, solve, 0)), captured=False)
+                time = microseconds(
+                    delta(device, rows, tiles=Tiles(values, warps, stages, solve, 128, 0)), captured=False
+                )
             except Exception as error:  # a tile that does not fit is one of the findings
                 print(f"{count} x {width} V={values} warps={warps} stages={stages}: {type(error).__name__}")
                 continue

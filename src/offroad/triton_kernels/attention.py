@@ -67,10 +67,13 @@ def step_of(dim: int) -> int:
     return max(8, min(32, 8192 // padded(dim)))
 
 
-def prefill_tile(dim: int, wide: int, room: int) -> Tile:
-    """As `decode_tile`, for chunks."""
-    size, level = padded(dim), (room >= 160 << 10) + (room >= 200 << 10)
-    if size <= 128:
+def prefill_tile(dim: int, wide: int, room: int, eight: bool = False) -> Tile:
+    """As `decode_tile`, for chunks; `eight`: rows are stored in 8 bits."""
+    size, level, warps = padded(dim), (room >= 160 << 10) + (room >= 200 << 10), 8
+    if size == 128 and level == 2 and wide == 2 and not eight:
+        # Two of these are on an SM at once. Widening 8 bits twice as often would cost more than that gains.
+        queries, keys, stages, warps = 64, 64, 3, 4
+    elif size <= 128:
         queries, keys, stages = (64, 64, 2) if level == 0 else (128, 64, 3)
     elif size == 256:
         queries, keys, stages = ((64, 32, 2), (64, 32, 3), (128, 64, 2))[level]
@@ -80,7 +83,7 @@ def prefill_tile(dim: int, wide: int, room: int) -> Tile:
         queries, keys = max(16, queries // 8), max(16, keys // 2)
     buffers = stages if level == 2 else stages - 1  # wgmma reads one while others are filled
     shared = 2 * keys * size * wide * buffers + queries * size * wide + queries * keys * wide + 2048
-    return Tile(queries, keys, 8, stages, shared)
+    return Tile(queries, keys, warps, stages, shared)
 
 
 def wide(dtype: str, kv_dtype: str) -> int:
@@ -282,7 +285,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.triton_kernels.paged_prefill import paged_prefill
 
     heads, kv_heads, dim = (problem.size(name) for name in ("heads", "kv_heads", "head_dim"))
-    tile = prefill_tile(dim, _wide(problem), device.shared_per_block)
+    tile = prefill_tile(dim, _wide(problem), device.shared_per_block, problem.kv_dtype in KINDS)
     precision = precision_of(problem.dtype)
 
     def attention(
@@ -321,7 +324,8 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
 
 
 def _shared_prefill(device: DeviceProfile, problem: Problem) -> int:
-    return prefill_tile(problem.size("head_dim"), _wide(problem), device.shared_per_block).shared
+    eight = problem.kv_dtype in KINDS
+    return prefill_tile(problem.size("head_dim"), _wide(problem), device.shared_per_block, eight).shared
 
 
 def _shared_decode(device: DeviceProfile, problem: Problem) -> int:

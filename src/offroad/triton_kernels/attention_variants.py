@@ -37,7 +37,10 @@ _SHAPES = (
     ("Qwen3-8B", 32, 8, 128, 0, "bfloat16", "bfloat16", _EVERY),
     ("Qwen3.5-27B", 24, 4, 256, 0, "bfloat16", "bfloat16", _SOME),
     ("Gemma-4-31B full", 32, 4, 512, 0, "bfloat16", "bfloat16", _SOME),
+    ("Gemma-4-31B full, e5m2", 32, 4, 512, 0, "bfloat16", "float8_e5m2", (90, 120)),
+    ("Gemma-4-31B sliding", 32, 16, 256, 1024, "bfloat16", "bfloat16", (90, 120)),
     ("Gemma-4-31B sliding, e5m2", 32, 16, 256, 1024, "bfloat16", "float8_e5m2", (86, 90)),
+    ("Qwen3.5-27B, e5m2", 24, 4, 256, 0, "bfloat16", "float8_e5m2", (90, 120)),
     ("Qwen3.5-27B, e4m3", 24, 4, 256, 0, "float16", "float8_e4m3fn", (89, 90)),
     ("heads of 80 in fp32", 8, 8, 80, 0, "float32", "float32", (86, 90)),
 )
@@ -84,7 +87,7 @@ def variants() -> Iterator[Variant]:
             tile = decode_tile(dim, size, room)
             constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "BASE": SMALLEST}
             yield _variant(f"paged_decode, {label}", paged_decode, types, constants, tile, archs=alike)
-            tile = prefill_tile(dim, size, room)
+            tile = prefill_tile(dim, size, room, kind > 0)
             constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "OWN": True}
             yield _variant(f"paged_prefill, {label}", paged_prefill, types, constants, tile, archs=alike)
         small = Tile(0, 0, STORE_WARPS[8], 3, 0)

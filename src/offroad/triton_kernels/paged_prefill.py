@@ -7,21 +7,23 @@ wherever the prompt is cut and whatever else is in the step.
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.kv_rows import LISTS, loaded
+from offroad.triton_kernels.kv_rows import E5M2, LISTS, loaded
 from offroad.triton_kernels.paged_decode import capped
+
+_E5M2: tl.constexpr = tl.constexpr(E5M2)
 
 
 @triton.jit
 def _walk(
-    acc, largest, total, queries, position, first, stop, low, end, start, columns, k_pages, v_pages, k_fresh, v_fresh,
-    factor, softcap,
+    acc, largest, total, queries, position, first, stop, low, early, late, start, columns,
+    k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
     MASKED: tl.constexpr, OWN: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, KIND: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys of positions [first, stop), of which those in [low, end) are there; `first` begins a tile. Not
-    MASKED: every query sees them all. In place of those that are not there the nearest are read, and count for nothing:
-    masks of loads would take registers that sums need.
+    """Adds the keys of positions [first, stop), of which those in [low, late] are there; `first` begins a tile. The
+    queries are at `position`, from `early` to `late`. Not MASKED: every query sees all of the keys. In place of those
+    that are not there the nearest are read, and count for nothing: masks of loads would take registers that sums need.
 
     A tile that begins before `start` is read from pages: those of its rows that are fresh have been stored there, since
     the block of position start - 1 is there for the first query.
@@ -42,9 +44,9 @@ def _walk(
         if not MASKED:
             inner = within
         elif WINDOW:
-            inner = (tl.minimum(tl.maximum(key_at, low), end - 1) - at)[:, None] * STRIDE + d[None]
+            inner = (tl.minimum(tl.maximum(key_at, low), late) - at)[:, None] * STRIDE + d[None]
         else:
-            inner = tl.minimum(tl.arange(0, TILE), end - 1 - at)[:, None] * STRIDE + d[None]
+            inner = tl.minimum(tl.arange(0, TILE), late - at)[:, None] * STRIDE + d[None]
         k_at, v_at = k_tile + inner, v_tile + inner
         if DIM < BLOCK_D:
             keys = tl.load(k_at, mask=(d < DIM)[None], other=0)
@@ -56,10 +58,13 @@ def _walk(
         if SOFTCAP:
             scores = capped(scores, softcap) * 1.4426950408889634
         if MASKED:
-            seen = key_at[None] <= position[:, None]
             if WINDOW:
-                seen = seen & (key_at[None] > position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+                if (at + TILE > early + 1) | (at + WINDOW <= late):
+                    seen = (key_at[None] <= position[:, None]) & (key_at[None] > position[:, None] - WINDOW)
+                    scores = tl.where(seen, scores, float("-inf"))
+            else:
+                if at + TILE > early + 1:
+                    scores = tl.where(key_at[None] <= position[:, None], scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         base = larger
         if WINDOW:  # a query's first tiles may hold none of its keys
@@ -92,6 +97,8 @@ def paged_prefill(
     exit, and a row's last, which have most keys, start first. A query is a token's one of the GROUP heads of a KV head,
     tokens first. OWN: this step's rows are in `k_fresh`, `v_fresh`, as stored; otherwise in pages like all others.
     """
+    # Keys that every query sees have a loop of their own where registers suffice for two.
+    TWICE: tl.constexpr = not WINDOW and (BLOCK_D < 256 or (BLOCK_D == 256 and KIND != _E5M2))
     row, head, tile = tl.program_id(2), tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     width, start = tl.load(widths + row), tl.load(starts + row)
     if tile * BLOCK_M >= width * GROUP:
@@ -122,24 +129,26 @@ def paged_prefill(
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     middle = low // TILE * TILE
-    if not WINDOW:
+    if TWICE:
         middle = (early + 1) // TILE * TILE
         acc, largest, total = _walk(
-            acc, largest, total, queries, position, 0, middle, low, late + 1, start, columns,
+            acc, largest, total, queries, position, 0, middle, low, early, late, start, columns,
             k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
             False, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
         )  # fmt: skip
     acc, largest, total = _walk(
-        acc, largest, total, queries, position, middle, late + 1, low, late + 1, start, columns,
+        acc, largest, total, queries, position, middle, late + 1, low, early, late, start, columns,
         k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
         True, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
     )  # fmt: skip
-    # Made once more from what is read once more: else it would wait in memory while the loops need all registers.
-    again = tl.load(widths + row, volatile=True)
-    tile, head = tile + (again - width), head + (again - width)
-    of, top, heads = _queries(tile, head, BLOCK_M, GROUP)
-    inside = (of < again)[:, None] & (d < DIM)[None]
-    offset = tl.load(offsets + row, volatile=True).to(tl.int64)
+    if KIND or BLOCK_D != 256 or WINDOW:
+        # Made once more from what is read once more: else it would wait in memory while loops need all registers. (Of
+        # the rest there are enough, and loops come out 10 % slower with it.)
+        again = tl.load(widths + row, volatile=True)
+        tile, head = tile + (again - width), head + (again - width)
+        of, top, heads = _queries(tile, head, BLOCK_M, GROUP)
+        inside = (of < again)[:, None] & (d < DIM)[None]
+        offset = tl.load(offsets + row, volatile=True).to(tl.int64)
     norm = 1 / total
     if SCALED:
         norm = norm * tl.load(v_scale + head)
