@@ -69,6 +69,7 @@ PREFILL = {
     "chunks at odd starts": Case(starts=(65, 0, 130), widths=(40, 3, 66), kv_heads=1, group=4),
     "one token": Case(starts=(64, 0), widths=(1, 1), kv_heads=1, group=6),
     "window": Case(starts=(100, 0), widths=(90, 20), window=33, kv_heads=1, group=2),
+    "one key of a tile is beyond": Case(starts=(31, 30), widths=(2, 2), window=32, kv_heads=1, group=8),
     "early tokens have no block": Case(starts=(0,), widths=(150,), window=20, retired=True, kv_heads=1),
     "softcap": Case(starts=(30,), widths=(40,), softcap=3.0, kv_heads=1),
     "odd head": Case(starts=(66, 3), widths=(20, 10), dim=80, kv_heads=1),
