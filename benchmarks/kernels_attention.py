@@ -2,6 +2,7 @@
 Hopper, of its own beside it; prefill in TFLOP/s.
 
     python benchmarks/kernels_attention.py            # decode and prefill, the kernels' own tiles
+    python benchmarks/kernels_attention.py --prefill  # chunks alone
     python benchmarks/kernels_attention.py --sweep    # decode with other tiles: which is best here
 
 Decode is timed in a CUDA graph of calls on different pages (more than the L2 holds), with store and sum included.
@@ -110,16 +111,17 @@ def decode(
     return times, size
 
 
-def prefill(shape: tuple, tokens: int, start: int) -> tuple[float, float]:
+def prefill(shape: tuple, tokens: int, start: int, kv: torch.dtype = torch.bfloat16) -> tuple[float, float]:
     """(seconds, operations that the mask leaves) of one chunk of `tokens` after `start` older ones."""
     _, heads, kv_heads, dim, window = shape
-    view = pages_of(kv_heads, dim, None, start + tokens, 1, start + tokens)
+    view = pages_of(kv_heads, dim, None, start + tokens, 1, start + tokens, kv)
     view = replace(view, window=window)
     step = rows_of(start, tokens, 1)
     q = torch.randn((tokens, heads, dim), device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn((tokens, kv_heads, dim), device="cuda", dtype=torch.bfloat16) for _ in "kv")
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, RopeSpec(dim, 1e4), window)
-    kernel = triton.bind_prefill(probe_cuda(), problem(heads, kv_heads, dim, "prefill"))
+    asked = replace(problem(heads, kv_heads, dim, "prefill"), kv_dtype=str(kv).removeprefix("torch."))
+    kernel = triton.bind_prefill(probe_cuda(), asked)
     seen = np.minimum(np.arange(start, start + tokens) + 1, window or start + tokens).sum()
     return seconds(lambda i: kernel(q, k, v, view, step, spec), 3), 4.0 * float(seen) * heads * dim
 
@@ -155,9 +157,20 @@ def report(what: str, times: dict[str, float], size: float) -> None:
     print(f"  decode {what}: {'; '.join(figures)}", flush=True)
 
 
+def report_decode(shape: tuple, longest: int) -> None:
+    """Decode of few and many rows, short and long."""
+    for kv in (torch.bfloat16, torch.float8_e5m2):
+        for context in (1024, 16384):
+            for rows in (1, 8, 32, 64):
+                if rows * context * shape[2] * shape[3] * 4 <= 12e9:
+                    report(f"{rows:2} x {context:5}, {kv}", *decode(shape, rows, context, longest, kv=kv))
+    report("8 x 2048, 4 wide", *decode(shape, 8, 2048, longest, width=4))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="decode with other tiles")
+    parser.add_argument("--prefill", action="store_true", help="chunks alone")
     parser.add_argument("--longest", type=int, default=40960, help="positions that the tables have columns for")
     arguments = parser.parse_args()
     attention_few.LEAST_STREAMS = 0  # of few rows too, which it leaves to Triton's
@@ -166,17 +179,13 @@ def main() -> None:
         if arguments.sweep:
             sweep(shape)
             continue
-        for kv in (torch.bfloat16, torch.float8_e5m2):
-            for context in (1024, 16384):
-                for rows in (1, 8, 32, 64):
-                    if rows * context * shape[2] * shape[3] * 4 <= 12e9:
-                        report(f"{rows:2} x {context:5}, {kv}", *decode(shape, rows, context, arguments.longest, kv=kv))
-        report("8 x 2048, 4 wide", *decode(shape, 8, 2048, arguments.longest, width=4))
-        for tokens, start in ((8192, 0), (8192, 8192)):
-            time, work = prefill(shape, tokens, start)
-            print(
-                f"  prefill {tokens} after {start}: {time * 1e3:7.2f} ms {work / time / 1e12:5.0f} TFLOP/s", flush=True
-            )
+        if not arguments.prefill:
+            report_decode(shape, arguments.longest)
+        for kv in (torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn):
+            for tokens, start in ((8192, 0), (8192, 8192), (64, 500)):
+                time, work = prefill(shape, tokens, start, kv)
+                rate = f"{time * 1e3:7.3f} ms {work / time / 1e12:5.0f} TFLOP/s"
+                print(f"  prefill {tokens} after {start}, {kv}: {rate}", flush=True)
 
 
 if __name__ == "__main__":
