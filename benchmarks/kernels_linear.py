@@ -2,7 +2,7 @@
 
 Prints microseconds, GB/s of weight bytes, their share of --bandwidth, and TFLOP/s, beside torch's linear in bf16.
 Weights rotate over more memory than the L2 cache has, and the launches of one reading are replayed as a CUDA graph.
-With --w8a8, only that: each piece of a product of e4m3 operands at --rows, beside what widens weights (Hopper GPUs).
+With --w8a8, only that: each piece of a product of e4m3 operands at --rows, beside what widens weights (8.9 and later).
 With --tune, tries tiles for each shape and number of rows below 512, and prints the best ones beside the one used.
 With --gated, times gate_up and its activation instead: each alone, one after the other, and in one kernel.
 """
@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 import torch
 
+from offroad.device.probe import probe_cuda
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_fp8, linear_run
 from offroad.triton_kernels.elementwise_jit import gated_activation
+from offroad.triton_kernels.linear import by_library
 from offroad.triton_kernels.linear_gated import fused, takes
 from offroad.triton_kernels.linear_grouped import grouped
 from offroad.triton_kernels.linear_pack import pack
@@ -213,7 +216,9 @@ def tune_gated(x: torch.Tensor, weights: list[Packed], kind: str, us: float) -> 
 
 
 def w8a8(options: argparse.Namespace) -> None:
-    """Rounding activations, weights out of records, cuBLASLt's product, all of them; and weights widened to bf16."""
+    """Rounding activations, weights out of records, the product, all of them; and weights widened to bf16."""
+    products = {"Triton": linear_fp8.tiled_product}
+    products |= {"cuBLASLt": linear_fp8.scaled_product} if by_library(probe_cuda()) else {}
     for model, shapes in SHAPES.items():
         for name, (n, k) in shapes.items():
             if options.only not in f"{model} {name}":
@@ -228,10 +233,12 @@ def w8a8(options: argparse.Namespace) -> None:
                 pieces = {
                     "quantise": (lambda: linear_fp8.quantise(x, q, qs), 3 * x.numel(), 0.0),  # noqa: B023
                     "unpack": (lambda: linear_fp8.unpack(weight, w, ws), 2 * n * k, 0.0),  # noqa: B023
-                    "product": (lambda: linear_fp8.scaled_product(q, qs, w, ws, x.dtype), n * k, 1.0),  # noqa: B023
-                    "w8a8, all of it": (lambda: linear_fp8.run(x, weight, from_rows=1), n * k, 1.0),  # noqa: B023
                     "w8a16 through bf16": (lambda: linear_run.through_dense(x, weight, on), n * k, 1.0),  # noqa: B023
                 }
+                for whose, multiply in products.items():
+                    call = partial(multiply, q, qs, w, ws, x.dtype)
+                    whole = partial(linear_fp8.run, x, weight, from_rows=1, library=whose == "cuBLASLt")
+                    pieces |= {f"product, {whose}": (call, n * k, 1.0), f"w8a8 by {whose}": (whole, n * k, 1.0)}
                 if rows <= 1024:
                     registers = lambda: linear_run.run(x, weight, dense_from=rows + 1)  # noqa: B023, E731
                     pieces["w8a16 in registers"] = (registers, n * k, 1.0)

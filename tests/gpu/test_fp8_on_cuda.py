@@ -1,4 +1,5 @@
-"""W8A8 linears on a Hopper GPU: operands bit for bit, products against fp64 of the same operands, graphs, the probe."""
+"""W8A8 linears on a GPU with products of e4m3: operands bit for bit, products against fp64 of the same operands, by
+cuBLASLt where it has them and by Triton's kernel, graphs, the probe."""
 
 from __future__ import annotations
 
@@ -11,26 +12,27 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
-if torch.cuda.get_device_capability()[0] != 9:
-    pytest.skip("cuBLASLt has these products on compute capability 9.0 only", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("GPUs have products of e4m3 from compute capability 8.9 on", allow_module_level=True)
 pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from fp8_cases import E4M3, activations, block_weight, plain_product  # noqa: E402
 
-from offroad.device.profile import load_profile  # noqa: E402
+from offroad.device.probe import probe_cuda  # noqa: E402
 from offroad.ops.linear import linear, linear_a8, round_activations  # noqa: E402
 from offroad.ops.registry import default_registry  # noqa: E402
 from offroad.ops.spec import Problem  # noqa: E402
 from offroad.quant.packed import FP8_BLOCKS, Packed  # noqa: E402
 from offroad.triton_kernels import linear_fp8, linear_run  # noqa: E402
-from offroad.triton_kernels.linear import W8A8  # noqa: E402
+from offroad.triton_kernels.linear import W8A8, by_library  # noqa: E402
 from offroad.triton_kernels.linear_pack import Records, pack  # noqa: E402
 from offroad.triton_kernels.memory import MEMORY  # noqa: E402
 
 DEVICE = torch.device("cuda", torch.cuda.current_device())
 REAL = [(34816, 5120), (5120, 17408), (16384, 5120), (5120, 6144)]  # Qwen3.5-27B: gate_up, down, qkvz, out
 ROWS = (513, 1000, 4096)
+whose = pytest.mark.parametrize("library", [True, False] if by_library(probe_cuda()) else [False])
 
 
 def made(n: int, k: int) -> Packed:
@@ -96,18 +98,20 @@ def test_weights_come_out_of_records_by_rows(real):
     assert bool((s[:, units:] == 0).all())
 
 
+@whose
 @pytest.mark.parametrize("rows", ROWS)
-def test_products_of_real_shapes(real, rows: int):
+def test_products_of_real_shapes(real, rows: int, library: bool):
     """Against fp64 of operands that plain PyTorch has rounded."""
     weight, mine = real
     x = activations(rows, weight.k, torch.bfloat16, seed=rows).to(DEVICE)
     poison()
-    near(linear_fp8.run(x, mine), wanted(x, weight))
+    near(linear_fp8.run(x, mine, library=library), wanted(x, weight))
 
 
+@whose
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (128, 640), (384, 896), (1152, 5120)])
-def test_odd_numbers_of_blocks(n: int, k: int, dtype: str):
+def test_odd_numbers_of_blocks(n: int, k: int, dtype: str, library: bool):
     """Groups that are no multiple of 4, one block of rows, a bias, and every regime of rows."""
     plain = made(n, k)
     plain = replace(plain, bias=torch.randn(n, device=DEVICE).to(getattr(torch, dtype)))
@@ -115,8 +119,8 @@ def test_odd_numbers_of_blocks(n: int, k: int, dtype: str):
     for rows in (1, 2, 16, 17, 64, 65, 130, 511, 512, 513, 1000):
         x = activations(rows, k, getattr(torch, dtype), seed=rows).to(DEVICE)
         poison()
-        near(linear_fp8.run(x, mine, from_rows=1), linear_a8(x.float(), wide))
-        near(linear_fp8.run(x, mine), (linear_a8 if rows >= 512 else linear)(x.float(), wide))
+        near(linear_fp8.run(x, mine, from_rows=1, library=library), linear_a8(x.float(), wide))
+        near(linear_fp8.run(x, mine, library=library), (linear_a8 if rows >= 512 else linear)(x.float(), wide))
 
 
 def test_rounding_activations_moves_outputs_by_a_few_percent(real):
@@ -130,13 +134,14 @@ def test_rounding_activations_moves_outputs_by_a_few_percent(real):
     assert torch.equal(linear_fp8.run(x[:511], mine), linear_run.run(x[:511], mine))
 
 
+@whose
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rows", [5, 1000])
-def test_what_is_not_finite_stays_visible(rows: int, bad: float):
+def test_what_is_not_finite_stays_visible(rows: int, bad: float, library: bool):
     mine = pack(made(1152, 5120))
     x = activations(rows, 5120, torch.bfloat16).to(DEVICE)
     x[3, 4000] = bad
-    y = linear_fp8.run(x, mine)
+    y = linear_fp8.run(x, mine, library=library)
     others = torch.arange(rows, device=DEVICE) != 3
     assert bool((~y[3].isfinite()).all())
     assert bool(y[others].isfinite().all())
@@ -147,33 +152,36 @@ def test_the_registry_s_kernel_passes_its_probe():
     for dtype in ("bfloat16", "float16"):
         problem = Problem("linear", "prefill", dtype, sizes=sizes, stored=(FP8_BLOCKS,))
         linear_fp8.probe.cache_clear()
-        bound = default_registry().kernels[W8A8].prepare(load_profile("h100-80gb"), problem)
+        bound = default_registry().kernels[W8A8].prepare(probe_cuda(), problem)
         x = activations(700, 5120, getattr(torch, dtype)).to(DEVICE)
         plain = made(1152, 5120)
         near(bound(x, pack(plain)), linear_a8(x.float(), plain))
 
 
+@whose
 @pytest.mark.parametrize("rows", [4, 600])
-def test_replays_of_a_graph(rows: int):
+def test_replays_of_a_graph(rows: int, library: bool):
     """A step in a CUDA graph gives what it gives without, for new numbers in the same places."""
     mine = pack(made(1152, 5120))
     x = activations(rows, 5120, torch.bfloat16).to(DEVICE)
-    linear_fp8.run(x, mine)
+    linear_fp8.run(x, mine, library=library)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = linear_fp8.run(x, mine)
+        found = linear_fp8.run(x, mine, library=library)
     for seed in range(3):
         x.copy_(activations(rows, 5120, torch.bfloat16, seed=seed))
         graph.replay()
         kept = found.clone()
-        assert torch.equal(kept, linear_fp8.run(x, mine))
+        assert torch.equal(kept, linear_fp8.run(x, mine, library=library))
 
 
-def test_the_scaled_product_against_plain_arithmetic():
-    """The library's reading of both scales, each different for every group and block."""
+@whose
+def test_products_against_plain_arithmetic(library: bool):
+    """The reading of both scales, each different for every group and block."""
     x, w = (torch.randn(rows, 640, device=DEVICE).to(E4M3).view(torch.uint8) for rows in (48, 256))
     x_scales, w_scales = (torch.rand(shape, device=DEVICE) + 0.01 for shape in ((5, 48), (2, 8)))
     expected = plain_product(x, x_scales, w, w_scales, torch.float64)
     for dtype in (torch.bfloat16, torch.float16):
-        found = linear_fp8.scaled_product(x, x_scales, w, w_scales, dtype).double()
+        multiply = linear_fp8.scaled_product if library else linear_fp8.tiled_product
+        found = multiply(x, x_scales, w, w_scales, dtype).double()
         assert float((found - expected).abs().max() / expected.abs().max()) < 0.005

@@ -20,6 +20,7 @@ from offroad.triton_kernels.memory import DENSE_BYTES, dense_bytes, dense_output
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
 SHARED_OF = {W4: 69632, W8: 81920, "dense": 98304}
+FP8_SHARED = 99_328  # of products of e4m3 by a Triton kernel: on 10.0, elsewhere less
 REASON = {
     W4: "4-bit weights widened in registers, products in the activations' type",
     W8: "8-bit weights widened in registers, products in the activations' type",
@@ -27,7 +28,7 @@ REASON = {
 }
 W8A8 = "triton.linear_w8a8"
 ASKED = f"rounds activations to e4m3, which the other kernels do not: --kernel linear@fp8={W8A8} asks for it"
-OLDEST_TORCH, OLDEST_CUDA = (2, 10), (12, 9)
+OLDEST = {"torch": (2, 10), "cuda": (12, 9)}  # that multiply blocks of e4m3 by cuBLASLt
 SMALLEST_GROUP = 16
 DENSE_OUTPUTS = 65_536  # of a dense weight that few tokens read by the kernel
 DENSE_FROM = 512  # rows from which dequantising into memory and torch's GEMM cost less than dequantising in registers
@@ -58,14 +59,19 @@ def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
     return limits_of("dense")(device, problem)
 
 
+def by_library(device: DeviceProfile) -> bool:
+    """Whether products of e4m3 with a scale for each block are cuBLASLt's: of CUDA 12.9, by torch 2.10, on compute
+    capability 9.0. Elsewhere a Triton kernel does them."""
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return False
+    there = {tool: device.tool(tool) for tool in OLDEST}
+    return device.source != "probe" or all(found and _version(found) >= OLDEST[tool] for tool, found in there.items())
+
+
 def _w8a8_limits(device: DeviceProfile, problem: Problem) -> str | None:
     n, k, part = problem.size("n"), problem.size("k"), dict(problem.sizes).get("part", 0)
-    if device.compute_capability is None or device.compute_capability[0] != 9:
-        return f"cuBLASLt has these products on compute capability 9.0 only; device: {device.name}"
-    for tool, oldest in (("torch", OLDEST_TORCH), ("cuda", OLDEST_CUDA)):
-        there = device.tool(tool)
-        if device.source == "probe" and (there is None or _version(there) < oldest):
-            return f"needs {tool} {oldest[0]}.{oldest[1]} or later, not {there}"
+    if not (device.has("mma_fp8") or device.has("wgmma_fp8")):
+        return f"needs matrix units for e4m3, which GPUs have from compute capability 8.9 on; device: {device.name}"
     if set(problem.stored) != {FP8_BLOCKS}:
         return f"reads {FP8_BLOCKS}; stored: {', '.join(sorted(set(problem.stored))) or 'nothing'}"
     if n % 128 or k % 128 or part:
@@ -113,10 +119,15 @@ def widening(device: DeviceProfile, problem: Problem) -> tuple[str, str]:
 
 def _w8a8_reason(device: DeviceProfile, problem: Problem) -> str:
     few, why = widening(device, problem)
+    whose = "cuBLASLt" if by_library(device) else "a Triton kernel"
     return (
-        f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, products by "
-        f"cuBLASLt's FP8 units; else as {few}{f' ({why})' if why else ''}"
+        f"prompts, from {DENSE_FROM} tokens of a step or its graph on: activations rounded to e4m3, products on FP8 "
+        f"units by {whose}; else as {few}{f' ({why})' if why else ''}"
     )
+
+
+def _w8a8_shared(device: DeviceProfile, problem: Problem) -> int:
+    return SHARED_OF[W8] if by_library(device) else max(SHARED_OF[W8], FP8_SHARED)
 
 
 def _bind_w8a8(device: DeviceProfile, problem: Problem) -> Bound:
@@ -240,7 +251,7 @@ def register(registry: Registry) -> None:
             "linear",
             _bind_w8a8,
             _w8a8_limits,
-            _shared(W8),
+            _w8a8_shared,
             features=frozenset({"bias"}),
             dtypes=frozenset({"bfloat16", "float16"}),
             layout=W8,

@@ -1,8 +1,8 @@
 """Launches FP8 products (W8A8): e4m3 weights with a scale for 128 by 128 of them, activations rounded to e4m3.
 
 Steps of many tokens only: activations are rounded with a scale for each token and 128 of k, weights come out of their
-records, and cuBLASLt multiplies e4m3 by e4m3. Fewer tokens gain nothing from it: weights are widened in registers, and
-activations stay as they are.
+records, and e4m3 is multiplied by e4m3: by cuBLASLt where it does (`linear.by_library`), by a Triton kernel elsewhere.
+Fewer tokens gain nothing from it: weights are widened in registers, and activations stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offroad.ops.linear import round_activations
 from offroad.ops.spec import Bound, Problem
 from offroad.quant.packed import Packed, spread
 from offroad.triton_kernels import linear_fp8_jit, linear_run
-from offroad.triton_kernels.linear import DENSE_FROM, fp8_parts, widening
+from offroad.triton_kernels.linear import DENSE_FROM, by_library, fp8_parts, widening
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records, pack
 from offroad.triton_kernels.linear_run import INTERPRETED
 from offroad.triton_kernels.memory import MEMORY
@@ -27,11 +27,18 @@ E4M3 = torch.float8_e4m3fn
 _PROBE = (48, 256, 640)  # rows, n, k: more than one block each way, and 5 groups, which are padded to 8
 
 
-def run(x: torch.Tensor, weight: Packed, *, few: Bound = linear_run.run, from_rows: int = DENSE_FROM) -> torch.Tensor:
+def run(
+    x: torch.Tensor,
+    weight: Packed,
+    *,
+    few: Bound = linear_run.run,
+    from_rows: int = DENSE_FROM,
+    library: bool = True,
+) -> torch.Tensor:
     """`x^ w^T + bias`; x [tokens, k] in 16 bits -> [tokens, n] in its type.
 
     From `from_rows` rows on, x^ is x as `round_activations` gives it, and a token with a value that is not finite gives
-    NaN; with fewer it is x, and `few` multiplies.
+    NaN; with fewer it is x, and `few` multiplies. `library`: cuBLASLt multiplies, not Triton's kernel.
     """
     assert isinstance(weight, Records), weight.layout
     assert (weight.kind, weight.group, weight.perm) == ("e4m3", 128, None), weight.kind
@@ -41,7 +48,8 @@ def run(x: torch.Tensor, weight: Packed, *, few: Bound = linear_run.run, from_ro
     q, q_scales, w, w_scales = operands(weight, x.shape[0], x.device)
     quantise(x, q, q_scales)
     unpack(weight, w, w_scales)
-    y = scaled_product(q, q_scales, w, w_scales, x.dtype)[: x.shape[0]]
+    multiply = scaled_product if library else tiled_product
+    y = multiply(q, q_scales, w, w_scales, x.dtype)[: x.shape[0]]
     return y if weight.bias is None else y.add_(weight.bias)
 
 
@@ -92,6 +100,32 @@ def scaled_product(
     )
 
 
+def tiled_product(
+    x: torch.Tensor, x_scales: torch.Tensor, w: torch.Tensor, w_scales: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """As `scaled_product`, by a Triton kernel, on any device with products of e4m3."""
+    (rows, k), n, tile = x.shape, w.shape[0], linear_fp8_jit.TILE
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    grid = (-(-rows // tile.tokens) * (n // tile.outputs),)
+    linear_fp8_jit.product[grid](
+        x,
+        x_scales,
+        w,
+        w_scales,
+        out,
+        rows,
+        n,
+        k,
+        w_scales.shape[1],
+        BM=tile.tokens,
+        BN=tile.outputs,
+        WIDE=tile.wide,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return out
+
+
 def operands(weight: Records, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Places in the memory that kernels share for codes and scales of `rows` tokens and of the weight."""
     sizes = fp8_parts(rows, weight.n, weight.k)
@@ -115,15 +149,16 @@ def bind(device: DeviceProfile, problem: Problem) -> Bound:
     few = default_registry().kernels[widening(device, problem)[0]].prepare(device, problem)
     if problem.phase != "prefill":
         return few
+    library = by_library(device)
     if torch.cuda.is_available() and device.kind == "cuda":
-        probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype))
-    return partial(run, few=few)
+        probe(torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype), library)
+    return partial(run, few=few, library=library)
 
 
 @cache
-def probe(device: torch.device, dtype: torch.dtype) -> None:
-    """Compares a product of `scaled_product` with the same in fp64, since nothing but a wrong result would tell that a
-    library reads scales in another order. Raises PlanError."""
+def probe(device: torch.device, dtype: torch.dtype, library: bool = True) -> None:
+    """Compares a product with the same in fp64, since nothing but a wrong result would tell that a library reads scales
+    in another order. Raises PlanError."""
     rows, n, k = _PROBE
     random = torch.Generator().manual_seed(0)
     codes = torch.randn(n, k, generator=random).to(E4M3)
@@ -135,7 +170,7 @@ def probe(device: torch.device, dtype: torch.dtype) -> None:
     x = x.to(dtype)
     wanted = round_activations(x.double()) @ (codes.double() * spread(weight.tensors["s"], 128, k).double()).T
     try:
-        found = run(x.to(device), mine, from_rows=1).cpu().double()
+        found = run(x.to(device), mine, from_rows=1, library=library).cpu().double()
     except (RuntimeError, ValueError, TypeError) as error:  # what torch raises for a library or layout that it lacks
         raise _refusal(str(error)) from error
     apart = float((found - wanted).abs().max() / wanted.abs().max())
@@ -147,6 +182,6 @@ def _refusal(found: str) -> PlanError:
     return PlanError(
         f"triton.linear_w8a8: products of e4m3 operands by torch {torch.__version__} (CUDA {torch.version.cuda})",
         found=found,
-        accepted="cuBLASLt 12.9 or later, on compute capability 9.0",
+        accepted="a device with products of e4m3; on compute capability 9.0 with CUDA 12.9 and torch 2.10, cuBLASLt's",
         next="leave out --kernel linear@fp8=triton.linear_w8a8: weights are widened instead",
     )

@@ -5,17 +5,34 @@ s = NaN, so that every output of its token is NaN: e4m3 has no infinity, and a p
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.linear import FP8_SHARED
 
 GROUP = tl.constexpr(128)  # of k: activations that share a scale
 LARGEST = tl.constexpr(448.0)  # of e4m3
 # A group's largest value counts as no less, so that 448 / it is finite; what is below 2^-109 becomes 0.
 LEAST = tl.constexpr(2.0**-100)
 WORDS = tl.constexpr(2048)  # of a record: 64 outputs by 128 k
+
+
+class Tile(NamedTuple):
+    """Of a product: tokens and outputs of a program, bands of tokens that run together, warps, stages, and bytes of
+    shared memory as the compiler reports them."""
+
+    tokens: int
+    outputs: int
+    wide: int
+    warps: int
+    stages: int
+    shared: int
+
+
+TILE = Tile(tokens=128, outputs=128, wide=8, warps=8, stages=3, shared=FP8_SHARED)
 
 
 @triton.jit
@@ -84,8 +101,45 @@ def unpack(w, s, out, blocks, k, units, padded_units, s_group):
     tl.store(out + place, rows)
 
 
+@triton.jit(do_not_specialize=["rows", "padded_units"])
+def product(
+    x, x_scales, w, w_scales, out, rows, n, k, padded_units,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`x w^T` as out [rows, n] of codes uint8 x [rows, k] and w [n, k], with scales as `quantise` and `unpack` lay
+    them out; n and k are multiples of 128, which BN divides.
+
+    The matrix units add up 128 of k, then fp32 the groups, behind both scales: some units' own sums have fewer bits.
+    Programs of WIDE times BM tokens follow one another, so that the L2 cache has what they read of x and w.
+    """
+    across, down = n // BN, tl.cdiv(rows, BM)
+    band = tl.program_id(0) // (WIDE * across)
+    high = tl.minimum(down - band * WIDE, WIDE)
+    within = tl.program_id(0) % (WIDE * across)
+    token = (band * WIDE + within % high) * BM + tl.arange(0, BM)
+    first = within // high * BN
+    output = first + tl.arange(0, BN)
+    inner = tl.arange(0, GROUP)
+    # Tokens that are not there are the last one: masks of loads would cost more.
+    place = tl.minimum(token, rows - 1)
+    x += place.to(tl.int64)[:, None] * k + inner[None, :]
+    w += output.to(tl.int64)[None, :] * k + inner[:, None]
+    x_scales += place
+    w_scales += (first // GROUP) * padded_units
+    total = tl.zeros((BM, BN), tl.float32)
+    for unit in range(0, k // GROUP):
+        scale = tl.load(x_scales) * tl.load(w_scales + unit)
+        codes = tl.load(x).to(tl.float8e4nv, bitcast=True)
+        total += tl.dot(codes, tl.load(w).to(tl.float8e4nv, bitcast=True)) * scale[:, None]
+        x += GROUP
+        w += GROUP
+        x_scales += rows
+    to = token.to(tl.int64)[:, None] * n + output[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=(token < rows)[:, None])
+
+
 def variants() -> Iterator[Variant]:
-    """What Qwen3.5-27B FP8 uses on a Hopper GPU, the one that has these products."""
+    """What Qwen3.5-27B FP8 uses on GPUs that have products of e4m3; on 9.0 cuBLASLt's are taken where it has them."""
     sizes = dict.fromkeys(("rows", "padded", "k"), "i32")
     for dtype in ("bf16", "fp16"):
         yield Variant(
@@ -93,7 +147,7 @@ def variants() -> Iterator[Variant]:
             quantise,
             {"x": f"*{dtype}", "q": "*u8", "s": "*fp32"} | sizes,
             {"BT": 32, "NATIVE": True},
-            archs=(90,),
+            archs=(89, 90, 100, 120),
             aligned=("x", "q", "s", "k"),
         )
     yield Variant(
@@ -102,6 +156,20 @@ def variants() -> Iterator[Variant]:
         {"w": "*i32", "s": "*bf16", "out": "*i32", "blocks": "*fp32"}
         | dict.fromkeys(("k", "units", "padded_units", "s_group"), "i32"),
         {},
-        archs=(90,),
+        archs=(89, 90, 100, 120),
         aligned=("w", "s", "out", "blocks", "k", "s_group"),
     )
+    operands = {"x": "*u8", "x_scales": "*fp32", "w": "*u8", "w_scales": "*fp32"}
+    numbers = dict.fromkeys(("rows", "n", "k", "padded_units"), "i32")
+    for dtype in ("bf16", "fp16"):
+        yield Variant(
+            f"product of e4m3, {dtype}",
+            product,
+            operands | {"out": f"*{dtype}"} | numbers,
+            {"BM": TILE.tokens, "BN": TILE.outputs, "WIDE": TILE.wide},
+            TILE.warps,
+            TILE.stages,
+            archs=(89, 90, 100, 120, 121),
+            declared=TILE.shared,
+            aligned=(*operands, "out", "n", "k"),
+        )

@@ -102,12 +102,23 @@ def test_the_plan_has_memory_for_both_operands():
 
 
 @pytest.mark.parametrize(
-    ("device", "reason"),
-    [("rtx5090", "compute capability 9.0 only"), ("gb10", "compute capability 9.0 only")],
+    ("device", "whose"),
+    [("h100-80gb", "cuBLASLt"), ("rtx5090", "a Triton kernel"), ("gb10", "a Triton kernel")],
 )
-def test_other_devices_are_refused_before_weights(device: str, reason: str):
-    with pytest.raises(PlanError, match=reason):
-        planned(device=device, kernel=[ASKED])
+def test_units_of_each_device_that_has_them(device: str, whose: str):
+    found = verdict(device=load_profile(device))
+    assert found.ok, found.reason
+    assert f"on FP8 units by {whose}" in found.reason
+
+
+def test_what_has_no_units_is_refused_and_other_blackwells_plan_it():
+    rtx = load_profile("rtx5090")
+    without = replace(rtx, name="older", capabilities=rtx.capabilities - {"mma_fp8"})
+    assert "from compute capability 8.9 on; device: older" in verdict(device=without).reason
+    with pytest.raises(PlanError, match=rf"refused {W8A8}: needs compute capability 8\.0"):
+        planned(device="v100-32gb", kernel=[ASKED], max_model_len=1024)
+    plan = planned(device="rtxpro6000", kernel=[ASKED])
+    assert {cell.op for cell, choice in plan.cells.items() if choice.kernel == W8A8} == LINEARS
 
 
 def test_batch_invariant_is_refused():
@@ -137,14 +148,14 @@ def test_what_it_does_not_read_is_refused_with_the_reason():
         assert said in refused.reason
 
 
-def test_old_libraries_are_refused():
+def test_beside_old_libraries_a_triton_kernel_multiplies():
     device = replace(load_profile("h100-80gb"), source="probe")
     tools = (("cuda", "13.0"), ("torch", "2.11.0+cu130"), ("triton", "3.6.0"))
-    assert verdict(device=replace(device, toolchain=tools)).ok
+    assert "by cuBLASLt" in verdict(device=replace(device, toolchain=tools)).reason
     for old in (("cuda", "12.8"), ("torch", "2.9.1+cu128")):
         there = tuple((dict(tools) | dict([old])).items())
-        assert f"{old[0]} " in verdict(device=replace(device, toolchain=there)).reason
-    assert not verdict(device=replace(device, toolchain=tools[1:])).ok
+        assert "by a Triton kernel" in verdict(device=replace(device, toolchain=there)).reason
+    assert "by a Triton kernel" in verdict(device=replace(device, toolchain=tools[1:])).reason
 
 
 def test_parts_that_end_within_a_block_are_told_to_kernels():

@@ -62,12 +62,13 @@ def test_any_finite_numbers(values: list[float]):
     assert bool(found.isfinite().all())
 
 
+@pytest.mark.parametrize("library", [True, False], ids=["cuBLASLt's", "Triton's"])
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
-def test_what_is_not_finite_stays_visible(bad: float, emulated):
+def test_what_is_not_finite_stays_visible(bad: float, library: bool, emulated):
     """In its token's outputs, all of them, and in no other's."""
     weight, x = pack(block_weight(128, 256)), activations(18, 256, torch.bfloat16)
     x[3, 130] = bad
-    y = linear_fp8.run(x, weight, from_rows=1)
+    y = linear_fp8.run(x, weight, from_rows=1, library=library)
     assert bool(y[3].isnan().all())
     assert bool(y[[0, 1, 2, *range(4, 18)]].isfinite().all())
 
@@ -86,16 +87,31 @@ def test_weights_come_out_of_records_by_rows(n: int, k: int, scale_dtype: torch.
     assert bool((s[:, units:] == 0).all())
 
 
+@pytest.mark.parametrize("library", [True, False], ids=["cuBLASLt's", "Triton's"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rows", [1, 17, 40])
-def test_products_and_where_they_begin(rows: int, dtype: str, emulated):
+@pytest.mark.parametrize("rows", [1, 17, 40, 150])
+def test_products_and_where_they_begin(rows: int, dtype: str, library: bool, emulated):
     """Many rows through the product of codes, with a bias; fewer as without it, bit for bit."""
     plain = replace(block_weight(256, 640), bias=torch.randn(256).to(getattr(torch, dtype)))
     x, wide, mine = activations(rows, 640, getattr(torch, dtype)), replace(plain, bias=plain.bias.float()), pack(plain)
-    found = linear_fp8.run(x, mine, from_rows=rows)
+    found = linear_fp8.run(x, mine, from_rows=rows, library=library)
     assert found.shape == (rows, 256)
     check(found, linear_a8(x.float(), wide), dtype)
-    assert torch.equal(linear_fp8.run(x, mine, from_rows=rows + 1), linear_run.run(x, mine))
+    assert torch.equal(linear_fp8.run(x, mine, from_rows=rows + 1, library=library), linear_run.run(x, mine))
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(16, 128, 128), (144, 384, 640), (272, 256, 384), (1168, 256, 128)])
+def test_tiles_of_products(rows: int, n: int, k: int):
+    """Each scale another; rows that fill no tile, more bands than run together; nothing is written but the product."""
+    random = torch.Generator().manual_seed(rows)
+    x, w = (torch.randn(many, k, generator=random).to(E4M3).view(torch.uint8) for many in (rows, n))
+    units = k // 128
+    x_scales = torch.rand(units, rows, generator=random) + 0.01
+    w_scales = torch.full((n // 128, units + -units % 4), nan)
+    w_scales[:, :units] = torch.rand(n // 128, units, generator=random) + 0.01
+    expected = plain_product(x, x_scales, w, w_scales, torch.float64)
+    found = linear_fp8.tiled_product(x, x_scales, w, w_scales, torch.float16).double()
+    torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
 
 
 def test_a_library_that_reads_scales_otherwise_is_refused(monkeypatch):
