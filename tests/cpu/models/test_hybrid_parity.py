@@ -59,7 +59,9 @@ def test_logits_and_greedy_tokens_equal_transformers(pair):
         of_prompts, of_answers = max(of_prompts, differences[0].item()), max(of_answers, differences.max().item())
     assert len(matched) == len(LENGTHS)
     print(f"worst difference of logits behind prompts {of_prompts:.1e}, in answers {of_answers:.1e}")
-    assert of_prompts < 5e-5
+    # Of the model like E2B, on a CPU with AVX-512, at a place that differs by 5.5e-5: ours is 3.3e-5 from transformers'
+    # fp64, its own fp32 2.5e-5, to the other side.
+    assert of_prompts < 1e-4
     # Over 1,024 positions transformers' own fp32 is up to 9e-5 from its fp64 for the model like E2B.
     assert of_answers < 2e-4
     llm.engine.check()
