@@ -17,6 +17,7 @@ LONGEST = (("tests/model/test_same_tokens", "gemma3"), ("tests/model/test_hf_par
 def pytest_addoption(parser: pytest.Parser) -> None:
     told = "real models over all prompts, not every second one, and kernels compiled in every kind"
     parser.addoption("--thorough", action="store_true", help=told)
+    parser.addoption("--as", dest="as_capability", metavar="X.Y", help="tests/gpu: as a GPU of that compute capability")
 
 
 def _order(nodeid: str) -> int:

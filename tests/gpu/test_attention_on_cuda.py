@@ -43,6 +43,9 @@ def bound(case: Case, phase: str):
         if other:
             assert not verdict.ok
             pytest.skip(verdict.reason)
+    if case.kv == E4M3 and not device.has("cvt_e4m3"):
+        assert not verdict.ok
+        pytest.skip(verdict.reason)
     assert verdict.ok, verdict.reason
     return kernel.prepare(device, asked)
 

@@ -7,7 +7,7 @@ compute-sanitizer:
 Attention of every head size, with a window, verify rows and 8-bit rows, over split partitions and over chunks; Gated
 DeltaNet in steps and in chunks; linears with splits of k, and those of experts. Run it once without the tool, so that
 kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses
-beside it. Arguments name kernels: decode, prefill, delta, linear, experts.
+beside it. Arguments name kernels: decode, prefill, delta, linear, fp8 (products of e4m3), experts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ import torch  # noqa: E402
 sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 from attention_cases import Case, make, problem  # noqa: E402
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
+from fp8_cases import activations, block_weight  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
 from offroad.device.probe import probe_cuda  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels import attention as kernels  # noqa: E402
+from offroad.triton_kernels import linear_fp8  # noqa: E402
 from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 from offroad.triton_kernels.linear_run import DENSE_TOKENS, Tile, run  # noqa: E402
@@ -113,6 +115,14 @@ def run_linear() -> int:
     return 2 * len(shapes)
 
 
+def run_fp8() -> int:
+    sizes = ((150, 384, 640), (16, 128, 128))
+    for rows, n, k in sizes:
+        weight, x = pack(block_weight(n, k, device="cuda")), activations(rows, k, BF16).cuda()
+        said(f"e4m3, {rows} x {k} by {n}", linear_fp8.run(x, weight, from_rows=1, library=False))
+    return len(sizes)
+
+
 def run_experts() -> int:
     count, n, k = 8, 96, 1024
     for layout, weight in (
@@ -134,6 +144,7 @@ RUNS: dict[str, Callable[[], int]] = {
     "prefill": lambda: run_attention("prefill"),
     "delta": run_delta,
     "linear": run_linear,
+    "fp8": run_fp8,
     "experts": run_experts,
 }
 

@@ -14,6 +14,7 @@ from importlib import import_module
 import numpy as np
 import torch
 
+from offroad.device.probe import probe_cuda
 from offroad.device.profile import load_profile
 from offroad.models.spec import GatedDeltaSpec
 from offroad.ops.gated_delta import TOLERANCE, DeltaWeights, gated_delta
@@ -65,7 +66,8 @@ class Pair:
         self.wide, stored = (torch.float64, torch.float64) if dtype == "float32" else (self.dtype, torch.float32)
         self.reference, self.rings = self._rings(stored), self._rings(torch.float32)
         registry = default_registry()
-        self.kernel = registry.kernels[kernel].prepare(H100, Problem("gated_delta", "decode", dtype))
+        on = probe_cuda() if device == "cuda" else H100
+        self.kernel = registry.kernels[kernel].prepare(on, Problem("gated_delta", "decode", dtype))
 
     def _rings(self, stored: torch.dtype) -> tuple[RingView, RingView | ReplayView]:
         """(raw columns, states or what they are replayed from in `stored`)."""
