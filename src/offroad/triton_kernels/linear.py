@@ -196,84 +196,82 @@ def _shared(layout: str) -> Callable[[DeviceProfile, Problem], int]:
     return lambda device, problem: SHARED_OF[layout]
 
 
+def _experts(layout: str, name: str) -> TritonKernel:
+    return TritonKernel(
+        f"triton.grouped_{name}",
+        "grouped_linear",
+        _bind_grouped,
+        limits_of(layout),
+        _shared(layout),
+        layout=layout,
+        reason=REASON[layout],
+        workspace=_grouped_workspace,
+    )
+
+
+def _packed(layout: str, bits: int) -> tuple[TritonKernel, TritonKernel]:
+    """(linear, embedding)."""
+    linear = TritonKernel(
+        f"triton.linear_w{bits}",
+        "linear",
+        _bind_linear,
+        limits_of(layout),
+        _shared(layout),
+        features=frozenset({"bias"}),
+        layout=layout,
+        reason=REASON[layout],
+        workspace=workspace,
+    )
+    name = f"triton.embed_w{bits}"
+    return linear, TritonKernel(
+        name, "embed", _bind_embed, limits_of(layout), layout=layout, temporary=_embed_temporary
+    )
+
+
+INVARIANT = TritonKernel(
+    "triton.linear_invariant",
+    "linear",
+    _bind_linear,
+    _only_invariant,
+    _shared("dense"),
+    features=frozenset({"bias"}),
+    layout="dense",
+    reason="Triton kernel of one tile: --batch-invariant",
+    workspace=workspace,
+)
+EIGHT_BY_EIGHT = TritonKernel(
+    W8A8,
+    "linear",
+    _bind_w8a8,
+    _w8a8_limits,
+    _w8a8_shared,
+    features=frozenset({"bias"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    layout=W8,
+    reason=_w8a8_reason,
+    invariant=False,
+    workspace=_w8a8_workspace,
+    asked=ASKED,
+    computes=_w8a8,
+)
+DENSE = TritonKernel(
+    "triton.linear_dense",
+    "linear",
+    _bind_dense,
+    _dense_limits,
+    _shared("dense"),
+    features=frozenset({"bias"}),
+    dtypes=frozenset({"bfloat16", "float16"}),
+    layout="dense",
+    reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
+    invariant=False,
+    workspace=lambda device, problem: split_bytes(device.units),
+)
+
+
 def register(registry: Registry) -> None:
     """Adds the linears and embeddings over weights of 4 and of 8 bits, the dense ones and those of experts."""
-    for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")):
-        limits, shared = limits_of(layout), _shared(layout)
-        registry.add(
-            TritonKernel(
-                f"triton.grouped_{name}",
-                "grouped_linear",
-                _bind_grouped,
-                limits,
-                shared,
-                layout=layout,
-                reason=REASON[layout],
-                workspace=_grouped_workspace,
-            )
-        )
-    registry.add(
-        TritonKernel(
-            "triton.linear_invariant",
-            "linear",
-            _bind_linear,
-            _only_invariant,
-            _shared("dense"),
-            features=frozenset({"bias"}),
-            layout="dense",
-            reason="Triton kernel of one tile: --batch-invariant",
-            workspace=workspace,
-        )
-    )
-    for layout, bits in ((W4, 4), (W8, 8)):
-        limits = limits_of(layout)
-        registry.add(
-            TritonKernel(
-                f"triton.linear_w{bits}",
-                "linear",
-                _bind_linear,
-                limits,
-                _shared(layout),
-                features=frozenset({"bias"}),
-                layout=layout,
-                reason=REASON[layout],
-                workspace=workspace,
-            )
-        )
-        registry.add(
-            TritonKernel(
-                f"triton.embed_w{bits}", "embed", _bind_embed, limits, layout=layout, temporary=_embed_temporary
-            )
-        )
-    registry.add(
-        TritonKernel(
-            W8A8,
-            "linear",
-            _bind_w8a8,
-            _w8a8_limits,
-            _w8a8_shared,
-            features=frozenset({"bias"}),
-            dtypes=frozenset({"bfloat16", "float16"}),
-            layout=W8,
-            reason=_w8a8_reason,
-            invariant=False,
-            workspace=_w8a8_workspace,
-            asked=ASKED,
-            computes=_w8a8,
-        )
-    )
-    registry.add(
-        TritonKernel(
-            "triton.linear_dense",
-            "linear",
-            _bind_dense,
-            _dense_limits,
-            _shared("dense"),
-            features=frozenset({"bias"}),
-            dtypes=frozenset({"bfloat16", "float16"}),
-            layout="dense",
-            reason="up to 16 tokens by a Triton kernel, more by torch's GEMM",
-            invariant=False,
-            workspace=lambda device, problem: split_bytes(device.units),
-        )
-    )
+    packed = (kernel for layout, bits in ((W4, 4), (W8, 8)) for kernel in _packed(layout, bits))
+    experts = (_experts(layout, name) for layout, name in ((W4, "w4"), (W8, "w8"), ("dense", "dense")))
+    for kernel in (*experts, INVARIANT, *packed, EIGHT_BY_EIGHT, DENSE):
+        registry.add(kernel)
