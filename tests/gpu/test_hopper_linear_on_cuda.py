@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
+from offroad.nvrtc import linear_hopper  # noqa: E402
 from offroad.nvrtc.linear_by_rows import MOST, product  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
@@ -148,3 +149,20 @@ def test_in_a_graph_of_many(rows: int, layout: str):
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected) for y in found)
     assert not MEMORY.get(DEVICE, COUNTERS, 1, torch.int32).any()
+
+
+@pytest.mark.parametrize(("n", "k"), [*REAL, (2048, 128), (2305, 2008), (6144, 4096), (24576, 4096), (4096, 12288)])
+def test_dense_weights(n: int, k: int):
+    """In bf16, with a bias; more tokens and fewer are not its own."""
+    w, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
+    weight = Packed("dense", n, k, {"w": w.bfloat16()}, bias=bias.bfloat16())
+    wide = Packed("dense", n, k, {"w": w.bfloat16().float()}, bias=bias.bfloat16().float())
+    for rows in (17, 20, 31, 32, 33, 50, MOST):
+        assert linear_hopper.takes_dense(rows, weight)
+        x = x_of(rows, k)
+        found = linear_hopper.dense(x, weight)
+        check(found, linear(x.float(), wide), "bfloat16")
+        assert torch.equal(found, linear_hopper.dense(x, weight)), "the same bits again"
+        assert not MEMORY.get(DEVICE, COUNTERS, 1, torch.int32).any(), "counters are ready for the next launch"
+    assert not linear_hopper.takes_dense(16, weight)
+    assert not linear_hopper.takes_dense(MOST + 1, weight)

@@ -1,5 +1,5 @@
-"""Linears over 4-bit integers and e4m3 on Hopper, by the number of tokens: which kernel has them. What none of Hopper's
-has goes to Triton's, which read the same records.
+"""Linears on Hopper, by the number of tokens: which kernel has them. What none of Hopper's has goes to Triton's, which
+read the same weights.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
     if not takes(x.shape[0], weight, weight.n // 2, on):
         return linear_gated.gated_linear(x, layer, on=on)
     return product(x, weight, kind, on.sms)
+
+
+def dense(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
+    """`x w^T + bias` of a dense weight."""
+    if not linear_hopper.takes_dense(x.shape[0], weight):
+        return linear_run.dense(x, weight, on=on)
+    return linear_hopper.dense(x.contiguous(), weight)
 
 
 def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:

@@ -148,7 +148,7 @@ def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(dense, on=card_of(device))
 
 
-def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
+def dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
     if problem.size("n") > DENSE_OUTPUTS:
         return f"is for up to {DENSE_OUTPUTS:,} outputs, more are torch's GEMM's; asked: {problem.size('n'):,}"
     packed = [kind for kind in problem.stored if kind.partition(".")[0] in ("gguf", *PER_BYTE)]
@@ -258,7 +258,7 @@ DENSE = TritonKernel(
     "triton.linear_dense",
     "linear",
     _bind_dense,
-    _dense_limits,
+    dense_limits,
     _shared("dense"),
     features=frozenset({"bias"}),
     dtypes=frozenset({"bfloat16", "float16"}),

@@ -13,6 +13,7 @@ from sm70_emulated import built
 
 from offroad.nvrtc import launch, linear_by_rows, linear_few, linear_hopper
 from offroad.nvrtc.compile import FOLDER, Source
+from offroad.quant.packed import Packed
 from offroad.triton_kernels.linear_pack import Records
 from offroad.triton_kernels.linear_run import Card
 from offroad.triton_kernels.memory import COUNTERS, Memory
@@ -129,6 +130,17 @@ class Emulated:
         for module in (linear_few, linear_hopper):
             self.monkeypatch.setattr(module, "card", lambda _: Card(blocks, wgmma=True))
         y = linear_by_rows.product(x, weight, gate)
+        if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
+            raise Fault("counters that the next launch does not find at 0")
+        return y
+
+    def dense(self, x: torch.Tensor, weight: Packed, blocks: int, seed: int = 0, changes: Changes = ()) -> torch.Tensor:
+        """`linear_hopper.dense`. Raises Fault."""
+        self.monkeypatch.setattr(
+            launch, "load", lambda source, _, layout: Function(struct.Struct(layout), source, (), seed, changes)
+        )
+        self.monkeypatch.setattr(linear_hopper, "card", lambda _: Card(blocks, wgmma=True))
+        y = linear_hopper.dense(x, weight)
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y

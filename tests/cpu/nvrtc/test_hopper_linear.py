@@ -144,13 +144,18 @@ def test_a_map_that_has_more_columns_than_x_is_noticed(monkeypatch):
         LONG.check(emulated(x, weight, 1))
 
 
+WAITS = "        wait(&ring.full[ring.stage], ring.parity);\n"
+PLACE = (
+    "        const unsigned char* place = ring.base + same(ring.stage * STAGE);\n"
+    "        const u32 x = described(place + X_AT);\n#pragma"
+)
 # What is left out: by how many blocks, the kernel's text, what stands for it, and what comes of it.
 MISSED = {
     "waiting before sums of a step are read": (1, "wait_groups<0>();  // of", "// of", "wrong"),
     "waiting before sums are read": (1, "    wait_groups<0>();\n", "", "products were on their way"),
     "a fence": (1, "            products_may_start();\n", "", "no fence"),
     "a group's end": (1, "            end_group();\n", "", "products were on their way"),
-    "waiting for copies": (3, "        wait(&ring.full[ring.stage], ring.parity);\n", "", "wrong"),
+    "waiting for copies": (3, WAITS + PLACE, PLACE, "wrong"),
     "waiting for room": (1, "            wait(&ring.empty[ring.stage], ring.parity ^ 1);\n", "", "more arrivals"),
     "an arrival": (1, "if (t == 0 && step > 0 && lane == 0)", "if (t == 2)", "wait for each other"),
     "products that still read x": (
@@ -169,7 +174,7 @@ MISSED = {
     ),
     "sums of a step": (1, "                add_scaled(sums[1 - t], found, low, high);\n", "", "wrong"),
     "x of the kernel before": (3, "                wait_turn();\n", "", "wrong"),
-    "bytes of x": (1, "(has_x ? 2 * HALF_X : 0) + ", "", "wait for each other"),
+    "bytes of x": (1, "(has_x ? HALVES * HALF_X : 0) + ", "", "wait for each other"),
     "rows at whole 1,024 bytes": (1, "(1024 - shared_address(shared) % 1024) % 1024", "0", "a box"),
     "barriers that all know": (1, "    __syncthreads();\n", "", "not been initialised"),
     "the other block": (3, "    await(arrived, 1);\n", "", "counters"),
