@@ -23,20 +23,23 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if wanted not in CAPABILITIES:
         raise pytest.UsageError(f"--as {wanted}: accepted are {', '.join(CAPABILITIES)}")
+    import torch
+
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise pytest.UsageError(f"--as {wanted}: needs a CUDA device of compute capability 9.0")
     stand_in(*(int(part) for part in wanted.split(".")))
 
 
 def stand_in(major: int, minor: int) -> None:
-    """From now on torch says that the device has this compute capability, and Triton lowers for it."""
+    """From now on torch says that the device has this compute capability, and Triton lowers for it, but assembles for
+    the device itself."""
     import torch
     import triton
     from triton.runtime import driver
 
     from offroad.triton_kernels.compile import SHARED
 
-    driver.active.get_current_target()  # Triton keeps asking the device itself what it assembles for
-    triton.knobs.runtime.override_arch = f"sm{major}{minor}"
-    properties = torch.cuda.get_device_properties
+    there, properties = torch.cuda.get_device_capability(), torch.cuda.get_device_properties
 
     def pretended(device: object = None) -> SimpleNamespace:
         found = properties(device)
@@ -44,5 +47,9 @@ def stand_in(major: int, minor: int) -> None:
         shared = {"shared_memory_per_block_optin": SHARED[10 * major + minor]}
         return SimpleNamespace(**own | {"major": major, "minor": minor, "name": f"as {major}.{minor}"} | shared)
 
+    triton.knobs.runtime.override_arch = f"sm{major}{minor}"
+    # What Triton has kept asks torch for the properties each time.
+    driver.active.get_device_capability = lambda device=None: there
     torch.cuda.get_device_properties = pretended
     torch.cuda.get_device_capability = lambda device=None: (major, minor)
+    assert driver.active.get_current_target().arch == 10 * there[0] + there[1]

@@ -75,7 +75,7 @@ def test_heads(phase: str, dtype: torch.dtype, kv_heads: int, group: int, dim: i
 @pytest.mark.parametrize("phase", [*DECODE, "prefill"])
 def test_8_bit_rows(phase: str, dtype: torch.dtype, scaled: bool, kind: torch.dtype):
     widths = (1, 4) if phase != "prefill" else (130, 70)
-    for dim, window in ((128, None), (256, 300)):
+    for dim, window in ((128, None), (256, 300), (256, None), (512, None)):
         same(Case((700, 61), widths, 2, 4, dim, window, dtype=dtype, kv=kind, scaled=scaled), phase)
 
 

@@ -13,6 +13,7 @@ from offroad.triton_kernels.attention import (
     decode_tile,
     padded,
     precision_of,
+    prefill_form,
     prefill_tile,
     step_of,
     wide,
@@ -31,17 +32,18 @@ _TYPES = (
     | {name: "i32" for name in ("q_stride", "table_stride", "k_stride", "v_stride", "partitions", "first_token")}
 )
 _TYPES |= {"scale": "fp32", "softcap": "fp32", "positions": "*i64"}
-_EVERY, _SOME = (80, 86, 89, 90, 100, 120, 121), (80, 89, 90, 120)  # compute capabilities
+_EVERY, _SOME, _NEW = (80, 86, 89, 90, 100, 120, 121), (80, 89, 90, 100, 120), (90, 100, 120)  # compute capabilities
 # (label, heads, kv_heads, head_dim, window, dtype, kv dtype, for): the shapes of the plans' models that differ most.
 _SHAPES = (
     ("Qwen3-8B", 32, 8, 128, 0, "bfloat16", "bfloat16", _EVERY),
     ("Qwen3.5-27B", 24, 4, 256, 0, "bfloat16", "bfloat16", _SOME),
     ("Gemma-4-31B full", 32, 4, 512, 0, "bfloat16", "bfloat16", _SOME),
-    ("Gemma-4-31B full, e5m2", 32, 4, 512, 0, "bfloat16", "float8_e5m2", (90, 120)),
-    ("Gemma-4-31B sliding", 32, 16, 256, 1024, "bfloat16", "bfloat16", (90, 120)),
-    ("Gemma-4-31B sliding, e5m2", 32, 16, 256, 1024, "bfloat16", "float8_e5m2", (86, 90)),
-    ("Qwen3.5-27B, e5m2", 24, 4, 256, 0, "bfloat16", "float8_e5m2", (90, 120)),
-    ("Qwen3.5-27B, e4m3", 24, 4, 256, 0, "float16", "float8_e4m3fn", (89, 90)),
+    ("Gemma-4-31B full, e5m2", 32, 4, 512, 0, "bfloat16", "float8_e5m2", _NEW),
+    ("Gemma-4-31B sliding", 32, 16, 256, 1024, "bfloat16", "bfloat16", _NEW),
+    ("Gemma-4-31B sliding, e5m2", 32, 16, 256, 1024, "bfloat16", "float8_e5m2", (86, *_NEW)),
+    ("Qwen3.5-27B, e5m2", 24, 4, 256, 0, "bfloat16", "float8_e5m2", _NEW),
+    ("Qwen3.5-27B, e4m3", 24, 4, 256, 0, "bfloat16", "float8_e4m3fn", _NEW),
+    ("Qwen3.5-27B, fp16 and e4m3", 24, 4, 256, 0, "float16", "float8_e4m3fn", (89, 90)),
     ("heads of 80 in fp32", 8, 8, 80, 0, "float32", "float32", (86, 90)),
 )
 
@@ -82,13 +84,14 @@ def variants() -> Iterator[Variant]:
             "WINDOW": window,
         }
         size = wide(dtype, kv_dtype)
-        for room in sorted({SHARED[arch] for arch in archs}):
-            alike = tuple(arch for arch in archs if SHARED[arch] == room)
+        for room, hopper in sorted({(SHARED[arch], arch == 90) for arch in archs}):
+            alike = tuple(arch for arch in archs if (SHARED[arch], arch == 90) == (room, hopper))
             tile = decode_tile(dim, size, room)
             constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "BASE": SMALLEST}
             yield _variant(f"paged_decode, {label}", paged_decode, types, constants, tile, archs=alike)
-            tile = prefill_tile(dim, size, room, kind > 0)
+            tile = prefill_tile(dim, size, room, kind > 0, hopper)
             constants = sizes | modes | {"BLOCK_M": tile.queries, "TILE": tile.keys, "OWN": True}
+            constants |= prefill_form(dim, kind > 0, window, hopper)
             yield _variant(f"paged_prefill, {label}", paged_prefill, types, constants, tile, archs=alike)
         small = Tile(0, 0, STORE_WARPS[8], 3, 0)
         constants = {name: sizes[name] for name in ("KV_HEADS", "DIM", "BLOCK_D", "BLOCK")}

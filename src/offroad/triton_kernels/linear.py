@@ -20,7 +20,7 @@ from offroad.triton_kernels.memory import DENSE_BYTES, dense_bytes, dense_output
 CANONICAL = {W4: ("affine4", "fp4"), W8: ("affine8", "fp8"), "dense": ("dense",)}
 # Bytes of shared memory of the largest tile, as the compiler reports them (tests/cpu/triton_kernels).
 SHARED_OF = {W4: 69632, W8: 81920, "dense": 98304}
-FP8_SHARED = 99_328  # of products of e4m3 by a Triton kernel: on 10.0, elsewhere less
+FP8_SHARED = 98_312  # of products of e4m3 by a Triton kernel: on 10.0, elsewhere less
 REASON = {
     W4: "4-bit weights widened in registers, products in the activations' type",
     W8: "8-bit weights widened in registers, products in the activations' type",
@@ -65,7 +65,7 @@ def by_library(device: DeviceProfile) -> bool:
     if device.compute_capability is None or device.compute_capability[0] != 9:
         return False
     there = {tool: device.tool(tool) for tool in OLDEST}
-    return device.source != "probe" or all(found and _version(found) >= OLDEST[tool] for tool, found in there.items())
+    return device.source == "file" or all(found and _version(found) >= OLDEST[tool] for tool, found in there.items())
 
 
 def _w8a8_limits(device: DeviceProfile, problem: Problem) -> str | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import cache, partial
 
 import torch
+import triton
+from triton.errors import TritonError
 
 from offroad.device.profile import DeviceProfile
 from offroad.errors import PlanError
@@ -171,16 +173,17 @@ def probe(device: torch.device, dtype: torch.dtype, library: bool = True) -> Non
     wanted = round_activations(x.double()) @ (codes.double() * spread(weight.tensors["s"], 128, k).double()).T
     try:
         found = run(x.to(device), mine, from_rows=1, library=library).cpu().double()
-    except (RuntimeError, ValueError, TypeError) as error:  # what torch raises for a library or layout that it lacks
-        raise _refusal(str(error)) from error
+    except (RuntimeError, ValueError, TypeError, TritonError) as error:  # as torch of a library or layout that it lacks
+        raise _refusal(str(error), library) from error
     apart = float((found - wanted).abs().max() / wanted.abs().max())
     if not apart < 0.01:
-        raise _refusal(f"a product of {rows} x {k} by {n} that is {apart:.3g} of its largest value away")
+        raise _refusal(f"a product of {rows} x {k} by {n} that is {apart:.3g} of its largest value away", library)
 
 
-def _refusal(found: str) -> PlanError:
+def _refusal(found: str, library: bool) -> PlanError:
+    whose = f"torch {torch.__version__} (CUDA {torch.version.cuda})" if library else f"Triton {triton.__version__}"
     return PlanError(
-        f"triton.linear_w8a8: products of e4m3 operands by torch {torch.__version__} (CUDA {torch.version.cuda})",
+        f"triton.linear_w8a8: products of e4m3 operands by {whose}",
         found=found,
         accepted="a device with products of e4m3; on compute capability 9.0 with CUDA 12.9 and torch 2.10, cuBLASLt's",
         next="leave out --kernel linear@fp8=triton.linear_w8a8: weights are widened instead",

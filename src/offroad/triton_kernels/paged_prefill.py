@@ -7,10 +7,8 @@ wherever the prompt is cut and whatever else is in the step.
 import triton
 import triton.language as tl
 
-from offroad.triton_kernels.kv_rows import E5M2, LISTS, loaded
+from offroad.triton_kernels.kv_rows import LISTS, loaded
 from offroad.triton_kernels.paged_decode import capped
-
-_E5M2: tl.constexpr = tl.constexpr(E5M2)
 
 
 @triton.jit
@@ -91,14 +89,12 @@ def paged_prefill(
     scale, softcap, q_stride, table_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
-    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TWICE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, heads, dim]. Grid (tiles of BLOCK_M queries of the widest row, kv_heads, rows): tiles beyond a row
     exit, and a row's last, which have most keys, start first. A query is a token's one of the GROUP heads of a KV head,
     tokens first. OWN: this step's rows are in `k_fresh`, `v_fresh`, as stored; otherwise in pages like all others.
     """
-    # Keys that every query sees have a loop of their own where registers suffice for two.
-    TWICE: tl.constexpr = not WINDOW and (BLOCK_D < 256 or (BLOCK_D == 256 and KIND != _E5M2))
     row, head, tile = tl.program_id(2), tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
     width, start = tl.load(widths + row), tl.load(starts + row)
     if tile * BLOCK_M >= width * GROUP:
@@ -141,14 +137,14 @@ def paged_prefill(
         k_pages, v_pages, k_fresh, v_fresh, factor, softcap,
         True, OWN, KV_HEADS * DIM, DIM, BLOCK_D, BLOCK, TILE, WINDOW, KIND, SOFTCAP, PRECISION,
     )  # fmt: skip
-    if KIND or BLOCK_D != 256 or WINDOW:
-        # Made once more from what is read once more: else it would wait in memory while loops need all registers. (Of
-        # the rest there are enough, and loops come out 10 % slower with it.)
-        again = tl.load(widths + row, volatile=True)
-        tile, head = tile + (again - width), head + (again - width)
-        of, top, heads = _queries(tile, head, BLOCK_M, GROUP)
-        inside = (of < again)[:, None] & (d < DIM)[None]
-        offset = tl.load(offsets + row, volatile=True).to(tl.int64)
+    if AGAIN:
+        # Where it is and what it has once more, from what is read once more: else it would wait in memory while loops
+        # need all registers. Two readings of a number differ by nothing, which the compiler does not know.
+        nothing = tl.load(widths, volatile=True) - tl.load(widths, volatile=True)
+        row, head, tile = tl.program_id(2) + nothing, tl.program_id(1) + nothing, tl.program_id(0) + nothing
+        of, top, heads = _queries(tl.num_programs(0) - (tile + 1), head, BLOCK_M, GROUP)
+        inside = (of < tl.load(widths + row))[:, None] & (d < DIM)[None]
+        offset = tl.load(offsets + row).to(tl.int64)
     norm = 1 / total
     if SCALED:
         norm = norm * tl.load(v_scale + head)

@@ -78,6 +78,10 @@ PREFILL = {
     "e5m2": Case(starts=(66, 3), widths=(20, 10), kv=E5M2, kv_heads=1),
     "e4m3 with scales": Case(starts=(66, 3), widths=(20, 10), kv=E4M3, scaled=True),
     "pages only": Case(starts=(66, 3), widths=(20, 10), pages_only=True, window=40),
+    "heads of 256": Case(starts=(66, 30), widths=(20, 10), dim=256, kv_heads=1, group=2, dtype=BF16, kv=BF16),
+    "heads of 256, e5m2": Case(starts=(66, 30), widths=(20, 10), dim=256, kv_heads=1, dtype=BF16, kv=E5M2),
+    "heads of 512": Case(starts=(66, 30), widths=(20, 10), dim=512, kv_heads=1, group=2, dtype=BF16, kv=BF16),
+    "heads of 512, e5m2": Case(starts=(31, 3), widths=(34, 10), dim=512, kv_heads=1, dtype=BF16, kv=E5M2),
 }
 
 

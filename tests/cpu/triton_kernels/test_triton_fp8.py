@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from fp8_cases import E4M3, activations, block_weight, plain_product  # noqa: E402
 from linear_cases import check  # noqa: E402
+from triton.runtime.errors import PTXASError  # noqa: E402
 
 from offroad.errors import PlanError  # noqa: E402
 from offroad.ops.linear import linear_a8, round_activations  # noqa: E402
@@ -101,7 +102,7 @@ def test_products_and_where_they_begin(rows: int, dtype: str, library: bool, emu
 
 
 @pytest.mark.parametrize(("rows", "n", "k"), [(16, 128, 128), (144, 384, 640), (272, 256, 384), (1168, 256, 128)])
-def test_tiles_of_products(rows: int, n: int, k: int):
+def test_tiles_of_products(rows: int, n: int, k: int, monkeypatch):
     """Each scale another; rows that fill no tile, more bands than run together; nothing is written but the product."""
     random = torch.Generator().manual_seed(rows)
     x, w = (torch.randn(many, k, generator=random).to(E4M3).view(torch.uint8) for many in (rows, n))
@@ -110,11 +111,17 @@ def test_tiles_of_products(rows: int, n: int, k: int):
     w_scales = torch.full((n // 128, units + -units % 4), nan)
     w_scales[:, :units] = torch.rand(n // 128, units, generator=random) + 0.01
     expected = plain_product(x, x_scales, w, w_scales, torch.float64)
-    found = linear_fp8.tiled_product(x, x_scales, w, w_scales, torch.float16).double()
+    room = torch.full((rows + 300, n), nan, dtype=torch.float16)
+    monkeypatch.setattr(torch, "empty", lambda *size, **_: room[150 : 150 + rows])
+    beyond = [
+        torch.cat([part, torch.full_like(part[:1], 127 if part.dtype == torch.uint8 else nan)]) for part in (x, w)
+    ]
+    found = linear_fp8.tiled_product(beyond[0][:-1], x_scales, beyond[1][:-1], w_scales, torch.float16).double()
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
+    assert bool(room[:150].isnan().all() & room[150 + rows :].isnan().all())
 
 
-def test_a_library_that_reads_scales_otherwise_is_refused(monkeypatch):
+def test_products_that_are_others_are_refused(monkeypatch):
     """Before requests, by a small product, whether it raises or gives other values."""
     linear_fp8.probe.cache_clear()
     cpu = torch.device("cpu")
@@ -127,9 +134,18 @@ def test_a_library_that_reads_scales_otherwise_is_refused(monkeypatch):
     def lacking(*args):
         raise NotImplementedError("DeepSeek style scaling requires cublasLt >= 12.9")
 
-    for broken, said in ((swapped, "largest value away"), (lacking, "cublasLt")):
+    def refused(*args):
+        raise PTXASError("no such instruction")
+
+    linear_fp8.probe(cpu, torch.bfloat16, library=False)
+    for product, broken, whose, said in (
+        ("scaled_product", swapped, "by torch", "largest value away"),
+        ("scaled_product", lacking, "by torch", "cublasLt"),
+        ("tiled_product", swapped, "by Triton", "largest value away"),
+        ("tiled_product", refused, "by Triton", "no such instruction"),
+    ):
         linear_fp8.probe.cache_clear()
-        monkeypatch.setattr(linear_fp8, "scaled_product", broken)
-        with pytest.raises(PlanError, match=said):
-            linear_fp8.probe(cpu, torch.bfloat16)
+        monkeypatch.setattr(linear_fp8, product, broken)
+        with pytest.raises(PlanError, match=f"{whose}(.|\n)*{said}"):
+            linear_fp8.probe(cpu, torch.bfloat16, library=product == "scaled_product")
     linear_fp8.probe.cache_clear()
