@@ -164,5 +164,10 @@ def test_dense_weights(n: int, k: int):
         check(found, linear(x.float(), wide), "bfloat16")
         assert torch.equal(found, linear_hopper.dense(x, weight)), "the same bits again"
         assert not MEMORY.get(DEVICE, COUNTERS, 1, torch.int32).any(), "counters are ready for the next launch"
+        if n % 128 == 0:
+            expected = gated_activation(linear(x.float(), wide).bfloat16().float(), "silu")
+            allowed = TOLERANCE["bfloat16"]
+            gated = linear_hopper.dense(x, weight, "silu").float()
+            torch.testing.assert_close(gated, expected, atol=allowed.absolute, rtol=allowed.relative)
     assert not linear_hopper.takes_dense(16, weight)
     assert not linear_hopper.takes_dense(MOST + 1, weight)

@@ -80,7 +80,10 @@ def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
 def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
     if reason := _elsewhere(device):
         return reason
-    needed = {"linear:gate_up": (LINEAR_W4, LINEAR_W8, W8A8), "gated_activation": ("triton.gated_activation",)}
+    needed = {
+        "linear:gate_up": (LINEAR_W4, LINEAR_W8, LINEAR_DENSE, W8A8),
+        "gated_activation": ("triton.gated_activation",),
+    }
     for part, kernels in needed.items():
         if (found := dict(problem.parts).get(part)) not in kernels:
             names = " and ".join(" or ".join(names) for names in needed.values())

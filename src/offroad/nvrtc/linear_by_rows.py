@@ -31,6 +31,8 @@ def linear(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
 def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
     """The contract of `ops.blocks.gated_linear`."""
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
+    if "w" in weight.tensors and linear_hopper.takes_dense(x.shape[0], weight):
+        return linear_hopper.dense(x.contiguous(), weight, kind)
     if not takes(x.shape[0], weight, weight.n // 2, on):
         return linear_gated.gated_linear(x, layer, on=on)
     return product(x, weight, kind, on.sms)

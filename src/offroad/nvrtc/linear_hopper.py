@@ -112,12 +112,13 @@ def takes_dense(rows: int, weight: Packed) -> bool:
     return LEAST < rows <= MOST and weight.n >= LEAST_DENSE and w.dtype == torch.bfloat16 and whole
 
 
-def dense(x: torch.Tensor, weight: Packed) -> torch.Tensor:
-    """One launch: [tokens, n] of x [tokens, k], both in bf16 and contiguous, and of a weight that `takes_dense`."""
+def dense(x: torch.Tensor, weight: Packed, gate: str = "") -> torch.Tensor:
+    """As `product`, of a weight in bf16 that `takes_dense`; with a gate, a multiple of 128 outputs."""
     rows, w, (n, k) = x.shape[0], weight.tensors["w"], (weight.n, weight.k)
     tokens = next(size for size in STAGES if rows <= size)
-    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    made = source(tokens, bits=16)
+    assert not gate or n % (2 * BLOCK_N) == 0, n
+    y = torch.empty(rows, n // 2 if gate else n, dtype=x.dtype, device=x.device)
+    made = source(tokens, gate=gate, bits=16)
     if x.device.type == "meta":
         launch.rehearse(made, "linear", DENSE_ARGS)
         return y

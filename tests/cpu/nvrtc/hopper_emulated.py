@@ -134,13 +134,15 @@ class Emulated:
             raise Fault("counters that the next launch does not find at 0")
         return y
 
-    def dense(self, x: torch.Tensor, weight: Packed, blocks: int, seed: int = 0, changes: Changes = ()) -> torch.Tensor:
+    def dense(
+        self, x: torch.Tensor, weight: Packed, blocks: int, gate: str = "", seed: int = 0, changes: Changes = ()
+    ) -> torch.Tensor:
         """`linear_hopper.dense`. Raises Fault."""
         self.monkeypatch.setattr(
             launch, "load", lambda source, _, layout: Function(struct.Struct(layout), source, (), seed, changes)
         )
         self.monkeypatch.setattr(linear_hopper, "card", lambda _: Card(blocks, wgmma=True))
-        y = linear_hopper.dense(x, weight)
+        y = linear_hopper.dense(x, weight, gate)
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y

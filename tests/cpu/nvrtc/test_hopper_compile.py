@@ -30,7 +30,7 @@ HOT = [*product((1,), (0,), MINIMA, ("", "silu"))]  # fold, scales, minima, gate
 KINDS = [kind for kind in product(FOLDS, range(3), MINIMA, GATES) if kind[0] == 1 or kind[1] == 0]
 HOT += product((1,), (0, 2), (False,), ("", "silu"), (8,))  # and bits of codes
 KINDS += product((1,), range(3), (False,), GATES, (8,))
-HOT, KINDS = ([*kinds, (1, 0, False, "", 16)] for kinds in (HOT, KINDS))
+HOT, KINDS = ([*kinds, *product((1,), (0,), (False,), GATES, (16,))] for kinds in (HOT, KINDS))
 
 
 def image_of(source: Source, kernel: str) -> tuple[Resources, int]:

@@ -3,6 +3,8 @@ products; and what the kernel must not lack is missed."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from sm70_emulated import needs_compiler
@@ -12,14 +14,16 @@ pytest.importorskip("triton")  # whose helpers size the launch
 from hopper_emulated import Emulated, Fault  # noqa: E402
 
 from offroad.nvrtc import linear_by_rows, linear_hopper  # noqa: E402
+from offroad.ops import activation  # noqa: E402
 from offroad.ops.linear import TOLERANCE  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
-from offroad.triton_kernels import linear_run  # noqa: E402
+from offroad.triton_kernels import linear_gated, linear_run  # noqa: E402
 from offroad.triton_kernels.linear_run import Card  # noqa: E402
 
 pytestmark = needs_compiler
 GRIDS = (1, 3, 5, 7)  # blocks: a tile has one, two or more of them
 SHAPES = ((17, 64, 128), (20, 200, 328), (32, 640, 512), (31, 257, 648), (33, 640, 648), (50, 300, 712), (64, 700, 904))
+CASES = [(*shape, "") for shape in SHAPES] + [(20, 384, 776, "gelu_tanh"), (33, 640, 648, "silu")]
 
 
 def made(rows: int, n: int, k: int, bias: bool = True) -> tuple[torch.Tensor, Packed]:
@@ -30,20 +34,23 @@ def made(rows: int, n: int, k: int, bias: bool = True) -> tuple[torch.Tensor, Pa
     return torch.randn(rows + 1, k, generator=random).bfloat16()[:rows], weight
 
 
-def check(found: torch.Tensor, x: torch.Tensor, weight: Packed) -> None:
+def check(found: torch.Tensor, x: torch.Tensor, weight: Packed, gate: str) -> None:
     wanted = x.float() @ weight.tensors["w"].float().T
     wanted = wanted if weight.bias is None else wanted + weight.bias.float()
     allowed = TOLERANCE["bfloat16"]
+    if gate:
+        wanted = activation.gated_activation(wanted.bfloat16().float(), gate)
+        allowed = activation.TOLERANCE["bfloat16"]
     torch.testing.assert_close(found.float(), wanted, atol=allowed.absolute, rtol=allowed.relative)
 
 
-@pytest.mark.parametrize(("rows", "n", "k"), SHAPES)
-def test_as_the_reference_and_the_same_in_any_order(rows: int, n: int, k: int, monkeypatch):
+@pytest.mark.parametrize(("rows", "n", "k", "gate"), CASES)
+def test_as_the_reference_and_the_same_in_any_order(rows: int, n: int, k: int, gate: str, monkeypatch):
     """Also on counters that the launches before have left."""
     emulated, (x, weight) = Emulated(monkeypatch), made(rows, n, k, bias=n % 3 > 0)
     for blocks in GRIDS:
-        found = [emulated.dense(x, weight, blocks, seed) for seed in (0, blocks, blocks + 10)]
-        check(found[0], x, weight)
+        found = [emulated.dense(x, weight, blocks, gate, seed) for seed in (0, blocks, blocks + 10)]
+        check(found[0], x, weight, gate)
         assert all(torch.equal(y, found[0]) for y in found), blocks
 
 
@@ -79,7 +86,7 @@ def test_what_is_left_out_is_missed(missed: str, monkeypatch):
     right = Emulated(monkeypatch).dense(x, weight, blocks)
     for seed in range(1, 7):
         try:
-            y = Emulated(monkeypatch).dense(x, weight, blocks, seed, ((old, new),))
+            y = Emulated(monkeypatch).dense(x, weight, blocks, "", seed, ((old, new),))
             found.append("right" if torch.equal(y, right) else "wrong")
         except Fault as fault:
             found.append(str(fault))
@@ -89,8 +96,9 @@ def test_what_is_left_out_is_missed(missed: str, monkeypatch):
 def test_which_rows_and_weights_it_takes(monkeypatch):
     """Others go to Triton's and torch's, as without it."""
     taken, on = [], Card(4, wgmma=True)
-    monkeypatch.setattr(linear_hopper, "dense", lambda x, weight: taken.append("own"))
+    monkeypatch.setattr(linear_hopper, "dense", lambda x, weight, gate="": taken.append("own" + gate))
     monkeypatch.setattr(linear_run, "dense", lambda x, weight, on: taken.append("other"))
+    monkeypatch.setattr(linear_gated, "gated_linear", lambda x, layer, on: taken.append("other gated"))
     for rows in (1, 16, 17, 64, 65):
         linear_by_rows.dense(*made(rows, 2048, 128), on=on)
     for n, k in ((2047, 128), (2048, 132)):
@@ -99,3 +107,9 @@ def test_which_rows_and_weights_it_takes(monkeypatch):
     weight.tensors["w"] = weight.tensors["w"].half()
     linear_by_rows.dense(x.half(), weight, on=on)
     assert taken == ["other", "other", "own", "own", "other", "other", "other", "other"]
+    taken.clear()
+    for rows in (16, 17):
+        x, weight = made(rows, 2048, 128)
+        layer = SimpleNamespace(linears={"gate_up": weight}, ffn=SimpleNamespace(activation="silu"))
+        linear_by_rows.gated_linear(x, layer, on=on)
+    assert taken == ["other gated", "ownsilu"]
