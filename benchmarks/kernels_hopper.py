@@ -19,7 +19,7 @@ from kernels_linear import copies, microseconds, random_weight
 
 from offroad.device.profile import load_profile
 from offroad.models.spec import GatedDeltaSpec
-from offroad.nvrtc import linear_by_rows, linear_hopper
+from offroad.nvrtc import linear_by_rows
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
@@ -58,7 +58,7 @@ def dense(rows: int) -> None:
         many = copies(2 * n * k)
         weights = [Packed("dense", n, k, {"w": torch.randn(n, k, device="cuda").bfloat16()}) for _ in range(many)]
         x = torch.randn(rows, k, device="cuda").bfloat16()
-        calls = (partial(other, x) for other in (linear_run.dense, linear_hopper.dense))
+        calls = (partial(other, x) for other in (linear_run.dense, linear_by_rows.product))
         times = (microseconds([partial(call, weight=w) for w in weights]) for call in calls)
         report(f"{name} bf16", rows, 2.0 * n * k, *times, "cuBLAS")
 

@@ -29,7 +29,7 @@ from attention_cases import Case, make  # noqa: E402
 from delta_pair import EPS, Pair, rows_of, spec_of  # noqa: E402
 from linear_cases import random_weight  # noqa: E402
 
-from offroad.nvrtc import attention_few, linear_hopper  # noqa: E402
+from offroad.nvrtc import attention_few  # noqa: E402
 from offroad.nvrtc.linear_by_rows import product  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
@@ -68,7 +68,7 @@ def run_dense() -> int:
     for n, k in ((200, 2016), (1090, 2048), (8448, 1024)):
         weight = Packed("dense", n, k, {"w": torch.randn(n, k).bfloat16().cuda()})
         for tokens in (17, 64):
-            out = linear_hopper.dense(torch.randn(tokens, k).bfloat16().cuda(), weight)
+            out = product(torch.randn(tokens, k).bfloat16().cuda(), weight)
             said(f"linear, {n} x {k}, bf16, {tokens} tokens", out)
             launches += 1
     return launches

@@ -18,12 +18,12 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
-from offroad.nvrtc import linear_hopper  # noqa: E402
-from offroad.nvrtc.linear_by_rows import MOST, product  # noqa: E402
+from offroad.nvrtc.linear_by_rows import MOST, product, takes  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
+from offroad.triton_kernels.linear_run import card  # noqa: E402
 from offroad.triton_kernels.memory import COUNTERS, MEMORY  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -158,16 +158,12 @@ def test_dense_weights(n: int, k: int):
     weight = Packed("dense", n, k, {"w": w.bfloat16()}, bias=bias.bfloat16())
     wide = Packed("dense", n, k, {"w": w.bfloat16().float()}, bias=bias.bfloat16().float())
     for rows in (17, 20, 31, 32, 33, 50, MOST):
-        assert linear_hopper.takes_dense(rows, weight)
         x = x_of(rows, k)
-        found = linear_hopper.dense(x, weight)
-        check(found, linear(x.float(), wide), "bfloat16")
-        assert torch.equal(found, linear_hopper.dense(x, weight)), "the same bits again"
-        assert not MEMORY.get(DEVICE, COUNTERS, 1, torch.int32).any(), "counters are ready for the next launch"
+        assert takes(rows, weight, n, card(DEVICE))
+        checked(x, wide, weight)
         if n % 128 == 0:
             expected = gated_activation(linear(x.float(), wide).bfloat16().float(), "silu")
             allowed = TOLERANCE["bfloat16"]
-            gated = linear_hopper.dense(x, weight, "silu").float()
-            torch.testing.assert_close(gated, expected, atol=allowed.absolute, rtol=allowed.relative)
-    assert not linear_hopper.takes_dense(16, weight)
-    assert not linear_hopper.takes_dense(MOST + 1, weight)
+            found = product(x, weight, "silu").float()
+            torch.testing.assert_close(found, expected, atol=allowed.absolute, rtol=allowed.relative)
+    assert not any(takes(rows, weight, n, card(DEVICE)) for rows in (16, MOST + 1))

@@ -131,15 +131,6 @@ def _bind_linear(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(getattr(linear_by_rows, problem.op), on=card_of(device))
 
 
-def _bind_dense(device: DeviceProfile, problem: Problem) -> Bound:
-    from offroad.nvrtc import linear_by_rows
-    from offroad.triton_kernels import dependent
-    from offroad.triton_kernels.linear_run import card_of
-
-    dependent.allow(linear_by_rows.MOST)
-    return partial(linear_by_rows.dense, on=card_of(device))
-
-
 def _bind_delta(device: DeviceProfile, problem: Problem) -> Bound:
     from offroad.nvrtc import delta_token
     from offroad.triton_kernels.delta_jit import gated_delta
@@ -190,7 +181,7 @@ def register(registry: Registry) -> None:
     dense = TritonKernel(
         LINEAR_DENSE,
         "linear",
-        _bind_dense,
+        _bind_linear,
         _dense_limits,
         _whole_block,
         features=frozenset({"bias"}),

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from offroad.nvrtc import linear_few, linear_hopper
-from offroad.nvrtc.linear_args import BITS
+from offroad.nvrtc.linear_args import BITS, LEAST_DENSE
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.linear_pack import Records
 
 if TYPE_CHECKING:
-    import torch
-
     from offroad.ops.bound import LayerOps
     from offroad.quant.packed import Packed
     from offroad.triton_kernels.linear_run import Card
@@ -31,31 +31,28 @@ def linear(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
 def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
     """The contract of `ops.blocks.gated_linear`."""
     weight, kind = layer.linears["gate_up"], layer.ffn.activation
-    if "w" in weight.tensors and linear_hopper.takes_dense(x.shape[0], weight):
-        return linear_hopper.dense(x.contiguous(), weight, kind)
     if not takes(x.shape[0], weight, weight.n // 2, on):
         return linear_gated.gated_linear(x, layer, on=on)
     return product(x, weight, kind, on.sms)
 
 
-def dense(x: torch.Tensor, weight: Packed, *, on: Card) -> torch.Tensor:
-    """`x w^T + bias` of a dense weight."""
-    if not linear_hopper.takes_dense(x.shape[0], weight):
-        return linear_run.dense(x, weight, on=on)
-    return linear_hopper.dense(x.contiguous(), weight)
-
-
 def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:
     """Whether one of Hopper's kernels has so many rows of x, in bf16, and columns of y."""
-    if not isinstance(weight, Records) or weight.kind not in BITS or not 0 < rows <= MOST:
+    if not 0 < rows <= MOST:
+        return False
+    if (w := weight.tensors.get("w")) is not None:
+        whole = w.is_contiguous() and weight.k % 8 == 0 and (w.is_meta or w.data_ptr() % 16 == 0)
+        return rows > linear_few.MOST and weight.n >= LEAST_DENSE and w.dtype == torch.bfloat16 and whole
+    if not isinstance(weight, Records) or weight.kind not in BITS:
         return False
     return rows > linear_few.MOST or linear_few.takes(rows, weight, outputs, on.sms)
 
 
-def product(x: torch.Tensor, weight: Records, gate: str = "", sms: int = 0) -> torch.Tensor:
-    """[tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`; of a plan's card with
-    `sms`, or of the one that is there."""
+def product(x: torch.Tensor, weight: Packed, gate: str = "", sms: int = 0) -> torch.Tensor:
+    """[tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`, by a weight that
+    `takes` those rows; of a plan's card with `sms`, or of the one that is there."""
     x = (x if weight.perm is None else x.index_select(1, weight.perm)).contiguous()
     if x.shape[0] <= linear_few.MOST:
+        assert isinstance(weight, Records), weight.layout
         return linear_few.product(x, weight, gate, sms)
     return linear_hopper.product(x, weight, gate)

@@ -68,7 +68,7 @@ def step_of(dim: int) -> int:
 
 
 def prefill_tile(dim: int, wide: int, room: int, eight: bool, hopper: bool) -> Tile:
-    """As `decode_tile`, for chunks; `eight`: rows are stored in 8 bits, `hopper`: products are of warpgroups."""
+    """As `decode_tile`, for chunks; `eight`: rows are stored in 8 bits, `hopper`: products are wgmma."""
     size, level, warps = padded(dim), (room >= 160 << 10) + (room >= 200 << 10), 8
     if size == 128 and hopper and wide == 2 and not eight:
         # Two of these are on an SM at once. Widening 8 bits twice as often would cost more than that gains.
@@ -95,10 +95,6 @@ def prefill_form(dim: int, eight: bool, window: int | None, hopper: bool) -> dic
     size = padded(dim)
     twice = not window and (size < 256 or (size == 256 and not eight))
     return {"TWICE": twice, "AGAIN": not (hopper and twice and size == 256)}
-
-
-def is_hopper(device: DeviceProfile) -> bool:
-    return device.compute_capability is not None and device.compute_capability[0] == 9
 
 
 def wide(dtype: str, kv_dtype: str) -> int:
@@ -331,7 +327,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tile.queries,
             BLOCK=view.block, TILE=tile.keys, WINDOW=view.window or 0, OWN=k is not None, KIND=kind_of(view),
             SCALED=scaled, SOFTCAP=spec.softcap is not None, PRECISION=precision,
-            **prefill_form(dim, eight, view.window, is_hopper(device)), num_warps=tile.warps, num_stages=tile.stages,
+            **prefill_form(dim, eight, view.window, device.has("wgmma")), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return out.flatten(1)
 
@@ -340,7 +336,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
 
 def _prefill_tile(device: DeviceProfile, problem: Problem) -> Tile:
     dim, eight = problem.size("head_dim"), problem.kv_dtype in KINDS
-    return prefill_tile(dim, _wide(problem), device.shared_per_block, eight, is_hopper(device))
+    return prefill_tile(dim, _wide(problem), device.shared_per_block, eight, device.has("wgmma"))
 
 
 def _shared_prefill(device: DeviceProfile, problem: Problem) -> int:

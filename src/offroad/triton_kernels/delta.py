@@ -31,9 +31,8 @@ class Tiles:
 
 
 HOPPER = Tiles(values=32, warps=4, stages=2, solve_warps=4, solve_keys=128, shared=160_260)  # wgmma
-OTHERS = Tiles(
-    values=32, warps=8, stages=2, solve_warps=8, solve_keys=16, shared=94_740
-)  # that of 10.0; 74,244 below and above
+# `shared` is that of 10.0; 74,244 below and above.
+OTHERS = Tiles(values=32, warps=8, stages=2, solve_warps=8, solve_keys=16, shared=94_740)
 WIDE = Tiles(values=32, warps=8, stages=1, solve_warps=8, solve_keys=128, shared=90_112)  # fp32
 
 

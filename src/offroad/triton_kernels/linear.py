@@ -60,7 +60,7 @@ def _only_invariant(device: DeviceProfile, problem: Problem) -> str | None:
 
 
 def by_library(device: DeviceProfile) -> bool:
-    """Whether products of e4m3 with a scale for each block are cuBLASLt's: of CUDA 12.9, by torch 2.10, on compute
+    """Whether products of e4m3 with a scale for each block are cuBLASLt's: from CUDA 12.9 and torch 2.10 on, on compute
     capability 9.0. Elsewhere a Triton kernel does them."""
     if device.compute_capability is None or device.compute_capability[0] != 9:
         return False

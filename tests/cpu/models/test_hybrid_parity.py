@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 import torch
@@ -39,9 +40,12 @@ def recorded(llm: LLM) -> dict[tuple[int, int], torch.Tensor]:
 
 @torch.inference_mode()
 def test_logits_and_greedy_tokens_equal_transformers(pair):
-    """Prompts run side by side, in chunks: also beyond the window, across blocks and around the delta rule's chunks."""
+    """Prompts run side by side, in chunks: also beyond the window, across blocks and around the delta rule's chunks.
+    Tokens are those of fp32. Logits are held against transformers' in fp64: of the model like E2B its own in fp32 are
+    up to 9e-5 away over 1,024 positions, and on some CPUs two that err by 3e-5 each err to opposite sides."""
     llm, reference = pair
-    seen = recorded(llm)
+    seen, exact = recorded(llm), deepcopy(reference).double()
+    exact.set_experts_implementation("eager")  # the grouped product of the others is not in fp64
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 290) for _ in range(length)] for length in LENGTHS]
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
@@ -49,19 +53,16 @@ def test_logits_and_greedy_tokens_equal_transformers(pair):
     of_prompts, of_answers, matched = 0.0, 0.0, set()
     for ids, result in zip(prompts, results, strict=True):
         answer = result.outputs[0].token_ids
-        expected = reference(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1]
+        expected, wide = (of(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1] for of in (reference, exact))
         assert answer == expected.argmax(-1).tolist(), len(ids)
         # Whose slot it was is the scheduler's affair: the one whose first logits are these.
         [slot] = [s for s, p in seen if p == len(ids) and torch.allclose(seen[s, p], expected[0], atol=1e-3)]
         matched.add(slot)
         ours = torch.stack([seen[slot, len(ids) + i] for i in range(ANSWER)])
-        differences = (ours - expected).abs().amax(-1)
+        differences = (ours - wide).abs().amax(-1)
         of_prompts, of_answers = max(of_prompts, differences[0].item()), max(of_answers, differences.max().item())
     assert len(matched) == len(LENGTHS)
     print(f"worst difference of logits behind prompts {of_prompts:.1e}, in answers {of_answers:.1e}")
-    # Of the model like E2B, on a CPU with AVX-512, at a place that differs by 5.5e-5: ours is 3.3e-5 from transformers'
-    # fp64, its own fp32 2.5e-5, to the other side.
-    assert of_prompts < 1e-4
-    # Over 1,024 positions transformers' own fp32 is up to 9e-5 from its fp64 for the model like E2B.
+    assert of_prompts < 5e-5
     assert of_answers < 2e-4
     llm.engine.check()

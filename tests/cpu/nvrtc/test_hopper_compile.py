@@ -94,7 +94,7 @@ def test_linears_fit_and_do_not_spill(tokens: int, request: pytest.FixtureReques
         resources, instructions = image_of(source, "linear")
         assert (resources.spilled, resources.stack) == (0, 0), source.label
         # A step of two tiles, 16 of its 128 k's at a time; of bf16 64, and ptxas makes of a loop what it will.
-        assert instructions == 16 if kind[-1] != 16 else instructions % 8 == 0 < instructions, source.label
+        assert instructions in ((8, 16, 24) if kind[-1] == 16 else (16,)), source.label
         there = resources.registers * threads(tokens)
         assert there <= 65_536, source.label
         # Else those that take registers would wait for ever.

@@ -11,7 +11,7 @@ from sm70_emulated import needs_compiler
 
 pytest.importorskip("triton")  # whose helpers size the launch
 
-from hopper_emulated import Emulated, Fault  # noqa: E402
+from hopper_emulated import Emulated, left_out  # noqa: E402
 
 from offroad.nvrtc import linear_by_rows, linear_hopper  # noqa: E402
 from offroad.ops import activation  # noqa: E402
@@ -49,7 +49,7 @@ def test_as_the_reference_and_the_same_in_any_order(rows: int, n: int, k: int, g
     """Also on counters that the launches before have left."""
     emulated, (x, weight) = Emulated(monkeypatch), made(rows, n, k, bias=n % 3 > 0)
     for blocks in GRIDS:
-        found = [emulated.dense(x, weight, blocks, gate, seed) for seed in (0, blocks, blocks + 10)]
+        found = [emulated(x, weight, blocks, gate, seed) for seed in (0, blocks, blocks + 10)]
         check(found[0], x, weight, gate)
         assert all(torch.equal(y, found[0]) for y in found), blocks
 
@@ -80,32 +80,22 @@ MISSED = {
 
 @pytest.mark.parametrize("missed", MISSED)
 def test_what_is_left_out_is_missed(missed: str, monkeypatch):
-    """For one of some orders at least."""
-    blocks, old, new, expected = MISSED[missed]
-    (x, weight), found = made(50, 600, 904), []
-    right = Emulated(monkeypatch).dense(x, weight, blocks)
-    for seed in range(1, 7):
-        try:
-            y = Emulated(monkeypatch).dense(x, weight, blocks, "", seed, ((old, new),))
-            found.append("right" if torch.equal(y, right) else "wrong")
-        except Fault as fault:
-            found.append(str(fault))
-    assert any(expected in said for said in found), found
+    left_out(*made(50, 600, 904), MISSED[missed], monkeypatch)
 
 
 def test_which_rows_and_weights_it_takes(monkeypatch):
     """Others go to Triton's and torch's, as without it."""
     taken, on = [], Card(4, wgmma=True)
-    monkeypatch.setattr(linear_hopper, "dense", lambda x, weight, gate="": taken.append("own" + gate))
-    monkeypatch.setattr(linear_run, "dense", lambda x, weight, on: taken.append("other"))
+    monkeypatch.setattr(linear_hopper, "product", lambda x, weight, gate: taken.append("own" + gate))
+    monkeypatch.setattr(linear_run, "run", lambda x, weight, on: taken.append("other"))
     monkeypatch.setattr(linear_gated, "gated_linear", lambda x, layer, on: taken.append("other gated"))
     for rows in (1, 16, 17, 64, 65):
-        linear_by_rows.dense(*made(rows, 2048, 128), on=on)
+        linear_by_rows.linear(*made(rows, 2048, 128), on=on)
     for n, k in ((2047, 128), (2048, 132)):
-        linear_by_rows.dense(*made(17, n, k), on=on)
+        linear_by_rows.linear(*made(17, n, k), on=on)
     x, weight = made(17, 2048, 128)
     weight.tensors["w"] = weight.tensors["w"].half()
-    linear_by_rows.dense(x.half(), weight, on=on)
+    linear_by_rows.linear(x.half(), weight, on=on)
     assert taken == ["other", "other", "own", "own", "other", "other", "other", "other"]
     taken.clear()
     for rows in (16, 17):

@@ -43,14 +43,19 @@ __device__ __forceinline__ void wait(u64* barrier, u32 parity) {
         " @p bra over;\n bra again;\nover:\n}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
 }
 
-// Copies whole 16 bytes of memory that is read once.
-__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, u64* barrier) {
+// The policy of memory that is read once.
+__device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Copies whole 16 bytes of memory that is read once.
+__device__ __forceinline__ void copy_once(void* to, const void* from, u32 bytes, u64* barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
             shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(read_once()) : "memory");
 }
 
 // Copies the map's box at (column, row).
@@ -63,23 +68,19 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int col
 
 // The same, of memory that is read once.
 __device__ __forceinline__ void copy_box_once(void* to, const TensorMap* map, int column, int row, u64* barrier) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
             shared_address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy) : "memory");
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(read_once()) : "memory");
 }
 
 // As `copy_box`, of a map with chunks of a row in front of rows, and of memory that is read once: rows from `row` on, all
 // of the chunks of a box from `chunk` on, one behind the other.
 __device__ __forceinline__ void copy_chunks_once(void* to, const TensorMap* map, int row, int chunk, u64* barrier) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(
             shared_address(to)),
-        "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(shared_address(barrier)), "l"(policy) : "memory");
+        "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(shared_address(barrier)), "l"(read_once()) : "memory");
 }
 
 // What threads have written to shared memory comes before copies that are started behind this.
