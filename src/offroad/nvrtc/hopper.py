@@ -32,7 +32,10 @@ FOR_LINEARS = {
     W4: f"{_OURS}; others, {_SMALL}, and 9 to 16 with zero points of small groups, by Triton's",
     W8: f"{_OURS}; others, and {_SMALL}, by Triton's",
 }
-FOR_DENSE = "17 to 64 tokens by a CUDA C++ kernel for Hopper, fewer by Triton's, more by torch's GEMM"
+FOR_DENSE = (
+    "17 to 64 tokens by a CUDA C++ kernel for Hopper, if rows of the weight follow one another; fewer by Triton's, "
+    "others by torch's GEMM"
+)
 DENSE_ASKED = f"has not been measured yet: --kernel linear:down={LINEAR_DENSE}, and so on, asks for it"
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_ATTENTION = (

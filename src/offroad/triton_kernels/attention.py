@@ -85,6 +85,8 @@ def prefill_tile(dim: int, wide: int, room: int, eight: bool, hopper: bool) -> T
         keys //= 2  # registers
     buffers = stages if level == 2 else stages - 1  # wgmma reads one while others are filled
     shared = 2 * keys * size * wide * buffers + queries * size * wide + queries * keys * wide + 2048
+    if eight and wide == 4:
+        shared += 2 * keys * size * buffers  # as they are stored, beside what they are widened to
     return Tile(queries, keys, warps, stages, shared)
 
 

@@ -168,6 +168,7 @@ def test_what_is_refused():
     assert "runs on CUDA" in reason(decode, case, "decode", "cpu-avx2")
     assert "compute capability 8.0" in reason(decode, case, "decode", "v100-32gb")
     assert "bytes of shared memory" in reason(decode, replace(case, dim=512, dtype=F32, kv=F32), "decode", "rtx5090")
+    assert "bytes of shared memory" in reason(prefill, replace(case, dim=512, dtype=F32, kv=E5M2), "prefill", "rtx5090")
 
 
 @pytest.mark.parametrize(("kind", "largest"), [(E5M2, 57344.0), (E4M3, 448.0)])
