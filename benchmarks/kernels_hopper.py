@@ -1,11 +1,10 @@
 """Hopper's kernels in CUDA C++ beside Triton's, each alone, at the shapes of Qwen3.5-27B: microseconds, and GB/s of
 what has to be read and written.
 
-    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32 fp8 bf16]
+    python benchmarks/kernels_hopper.py [--rows 1 8 16 32 64] [--kind w4g128 w4g32 fp8]
 
-Linears in bf16 are Qwen3-8B's, beside cuBLAS's. Linears are timed over weights that do not stay in the L2 cache,
-gate_up with its activation but in bf16; Gated DeltaNet over rows of which an eighth folds its records at each call, as
-rows of a server do.
+Linears are timed over weights that do not stay in the L2 cache, gate_up with its activation; Gated DeltaNet over rows
+of which an eighth folds its records at each call, as rows of a server do.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from offroad.nvrtc import linear_by_rows
 from offroad.ops.gated_delta import DeltaWeights
 from offroad.ops.registry import default_registry
 from offroad.ops.spec import Problem
-from offroad.quant.packed import Packed
 from offroad.run.rows import ReplayView, RingView, Rows
-from offroad.triton_kernels import linear_run
 from offroad.triton_kernels.linear_gated import fused
 from offroad.triton_kernels.linear_run import run
 
@@ -36,8 +33,7 @@ SHAPES = {
     "qkv": (14336, 5120),
     "out": (5120, 6144),
 }
-DENSE = {"gate_up": (24576, 4096), "down": (4096, 12288), "qkv": (6144, 4096), "o": (4096, 4096)}
-KINDS = ("w4g128", "w4g32", "fp8", "bf16")
+KINDS = ("w4g128", "w4g32", "fp8")
 DELTA, LAG, BASE = GatedDeltaSpec(16, 48, 128, 128, 4), 8, 1000
 
 
@@ -53,19 +49,9 @@ def linears(rows: int, kind: str) -> None:
         report(f"{name} {kind}", rows, first.nbytes, *times)
 
 
-def dense(rows: int) -> None:
-    for name, (n, k) in DENSE.items():
-        many = copies(2 * n * k)
-        weights = [Packed("dense", n, k, {"w": torch.randn(n, k, device="cuda").bfloat16()}) for _ in range(many)]
-        x = torch.randn(rows, k, device="cuda").bfloat16()
-        calls = (partial(other, x) for other in (linear_run.dense, linear_by_rows.product))
-        times = (microseconds([partial(call, weight=w) for w in weights]) for call in calls)
-        report(f"{name} bf16", rows, 2.0 * n * k, *times, "cuBLAS")
-
-
-def report(name: str, rows: int, size: float, triton: float, hopper: float, other: str = "Triton") -> None:
+def report(name: str, rows: int, size: float, triton: float, hopper: float) -> None:
     print(
-        f"{name:<20} rows {rows:>3} {other} {triton:7.1f} us, Hopper {hopper:7.1f} us ({triton / hopper:.2f}), "
+        f"{name:<20} rows {rows:>3} Triton {triton:7.1f} us, Hopper {hopper:7.1f} us ({triton / hopper:.2f}), "
         f"{size / hopper * 1e-3:5.0f} GB/s",
         flush=True,
     )
@@ -121,10 +107,7 @@ def main() -> None:
     print(torch.cuda.get_device_name())
     for rows in arguments.rows:
         for kind in arguments.kind:
-            if kind != "bf16":
-                linears(rows, kind)
-            elif 16 < rows <= 64:
-                dense(rows)
+            linears(rows, kind)
         delta(rows)
 
 

@@ -5,10 +5,10 @@
     compute-sanitizer --tool racecheck --error-exitcode 9 python tests/gpu/hopper_race.py
 
 Linears of up to 16 tokens, and of 17 to 64, whose blocks share tiles, by two and by many, in 4 bits with groups, zero
-points and gates, in e4m3, and of 17 to 64 in bf16; Gated DeltaNet of rows of one token until records are folded;
-attention of one and of several tokens, with windows and rows of 8 bits, over one and more partitions. Run it once
-without the tool, so that kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that
-memcheck sees accesses beside it. Arguments name kernels: linear, dense, delta, attention.
+points and gates, and in e4m3; Gated DeltaNet of rows of one token until records are folded; attention of one and of
+several tokens, with windows and rows of 8 bits, over one and more partitions. Run it once without the tool, so that
+kernels are compiled before. Each tensor is memory of its own (no caching allocator), so that memcheck sees accesses
+beside it. Arguments name kernels: linear, delta, attention.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from linear_cases import random_weight  # noqa: E402
 
 from offroad.nvrtc import attention_few  # noqa: E402
 from offroad.nvrtc.linear_by_rows import product  # noqa: E402
-from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
 
 BEGAN = time.perf_counter()
@@ -60,17 +59,6 @@ def run_linear() -> int:
                     what = f"linear, {n} x {k}, {layout}, groups of {group}, {tokens} tokens{' gated' if gate else ''}"
                     said(what, out)
                     launches += 1
-    return launches
-
-
-def run_dense() -> int:
-    launches = 0
-    for n, k in ((200, 2016), (1090, 2048), (8448, 1024)):
-        weight = Packed("dense", n, k, {"w": torch.randn(n, k).bfloat16().cuda()})
-        for tokens in (17, 64):
-            out = product(torch.randn(tokens, k).bfloat16().cuda(), weight)
-            said(f"linear, {n} x {k}, bf16, {tokens} tokens", out)
-            launches += 1
     return launches
 
 

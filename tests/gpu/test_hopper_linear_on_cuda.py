@@ -18,12 +18,11 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import check, random_weight  # noqa: E402
 
-from offroad.nvrtc.linear_by_rows import MOST, product, takes  # noqa: E402
+from offroad.nvrtc.linear_by_rows import MOST, product  # noqa: E402
 from offroad.ops.activation import TOLERANCE, gated_activation  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
 from offroad.triton_kernels.linear_pack import pack  # noqa: E402
-from offroad.triton_kernels.linear_run import card  # noqa: E402
 from offroad.triton_kernels.memory import COUNTERS, MEMORY  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -149,21 +148,3 @@ def test_in_a_graph_of_many(rows: int, layout: str):
     torch.cuda.synchronize()
     assert all(torch.equal(y, expected) for y in found)
     assert not MEMORY.get(DEVICE, COUNTERS, 1, torch.int32).any()
-
-
-@pytest.mark.parametrize(("n", "k"), [*REAL, (2048, 128), (2305, 2008), (6144, 4096), (24576, 4096), (4096, 12288)])
-def test_dense_weights(n: int, k: int):
-    """In bf16, with a bias; more tokens and fewer are not its own."""
-    w, bias = torch.randn(n, k, device=DEVICE) / k**0.5, torch.randn(n, device=DEVICE)
-    weight = Packed("dense", n, k, {"w": w.bfloat16()}, bias=bias.bfloat16())
-    wide = Packed("dense", n, k, {"w": w.bfloat16().float()}, bias=bias.bfloat16().float())
-    for rows in (17, 20, 31, 32, 33, 50, MOST):
-        x = x_of(rows, k)
-        assert takes(rows, weight, n, card(DEVICE))
-        checked(x, wide, weight)
-        if n % 128 == 0:
-            expected = gated_activation(linear(x.float(), wide).bfloat16().float(), "silu")
-            allowed = TOLERANCE["bfloat16"]
-            found = product(x, weight, "silu").float()
-            torch.testing.assert_close(found, expected, atol=allowed.absolute, rtol=allowed.relative)
-    assert not any(takes(rows, weight, n, card(DEVICE)) for rows in (16, MOST + 1))

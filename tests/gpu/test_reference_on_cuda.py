@@ -49,6 +49,8 @@ def test_families(family: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["fp8_e5m2", "fp8_e4m3"])
 @pytest.mark.parametrize("family", ["llama", "gemma4_e"])
 def test_an_8_bit_cache_gives_the_tokens_that_it_gives_on_the_cpu(family: str, kind: str, tmp_path: Path):
+    if kind == "fp8_e4m3" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("GPUs convert e4m3 from compute capability 8.9 on")
     write_tiny(family, tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     prompts = [{"prompt_token_ids": [3 + i * 7 % 280 for i in range(length)]} for length in (5, 70, 150)]

@@ -8,17 +8,17 @@ from functools import partial
 
 from offroad.device.profile import DeviceProfile
 from offroad.nvrtc import attention_few as few
-from offroad.nvrtc.linear_args import LEAST_DENSE, SHARED
+from offroad.nvrtc.linear_args import SHARED
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.quant.packed import group_of
 from offroad.triton_kernels import attention as paged
 from offroad.triton_kernels import delta
 from offroad.triton_kernels.kernel import Limits, TritonKernel
-from offroad.triton_kernels.linear import W8A8, dense_limits, limits_of, workspace
+from offroad.triton_kernels.linear import W8A8, limits_of, workspace
 from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
-LINEAR_W4, LINEAR_W8, LINEAR_DENSE = "hopper.linear_w4", "hopper.linear_w8", "hopper.linear_dense"
+LINEAR_W4, LINEAR_W8 = "hopper.linear_w4", "hopper.linear_w8"
 GATED, DELTA, ATTENTION = "hopper.gated_linear", "hopper.gated_delta", "hopper.paged_decode"
 HOPPER = (9, 0)
 DIM, TAPS = 128, 4  # of heads, of the convolution
@@ -32,11 +32,6 @@ FOR_LINEARS = {
     W4: f"{_OURS}; others, {_SMALL}, and 9 to 16 with zero points of small groups, by Triton's",
     W8: f"{_OURS}; others, and {_SMALL}, by Triton's",
 }
-FOR_DENSE = (
-    "17 to 64 tokens by a CUDA C++ kernel for Hopper, if rows of the weight follow one another; fewer by Triton's, "
-    "others by torch's GEMM"
-)
-DENSE_ASKED = f"has not been measured yet: --kernel linear:down={LINEAR_DENSE}, and so on, asks for it"
 FOR_GATED = "as Hopper's kernels of linear:gate_up, the activation behind their sums; other tokens by Triton's"
 FOR_ATTENTION = (
     "by a CUDA C++ kernel for Hopper, whose warps have partitions of all rows alike; less than "
@@ -71,22 +66,10 @@ def _linear_limits(layout: str) -> Limits:
     return limits
 
 
-def _dense_limits(device: DeviceProfile, problem: Problem) -> str | None:
-    if reason := _elsewhere(device):
-        return reason
-    if problem.size("n") < LEAST_DENSE or problem.size("k") % 8:
-        sizes = f"{problem.size('n'):,} by {problem.size('k'):,}"
-        return f"is for {LEAST_DENSE:,} outputs and more, and rows of x of whole 16 bytes; asked: {sizes}"
-    return dense_limits(device, problem)
-
-
 def _gated_limits(device: DeviceProfile, problem: Problem) -> str | None:
     if reason := _elsewhere(device):
         return reason
-    needed = {
-        "linear:gate_up": (LINEAR_W4, LINEAR_W8, LINEAR_DENSE, W8A8),
-        "gated_activation": ("triton.gated_activation",),
-    }
+    needed = {"linear:gate_up": (LINEAR_W4, LINEAR_W8, W8A8), "gated_activation": ("triton.gated_activation",)}
     for part, kernels in needed.items():
         if (found := dict(problem.parts).get(part)) not in kernels:
             names = " and ".join(" or ".join(names) for names in needed.values())
@@ -181,20 +164,6 @@ def register(registry: Registry) -> None:
         )
         for name, layout in ((LINEAR_W4, W4), (LINEAR_W8, W8))
     ]
-    dense = TritonKernel(
-        LINEAR_DENSE,
-        "linear",
-        _bind_linear,
-        _dense_limits,
-        _whole_block,
-        features=frozenset({"bias"}),
-        dtypes=BFLOAT16,
-        layout="dense",
-        reason=FOR_DENSE,
-        invariant=False,
-        workspace=_sums,
-        asked=DENSE_ASKED,
-    )
     rule = TritonKernel(
         DELTA,
         "gated_delta",
@@ -220,7 +189,7 @@ def register(registry: Registry) -> None:
         invariant=False,
         workspace=_attention_sums,
     )
-    for kernel in (*linears, dense, rule, attention):
+    for kernel in (*linears, rule, attention):
         registry.add(kernel)
 
 

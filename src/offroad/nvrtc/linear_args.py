@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 
 TARGET = "sm_90a"
-LEAST_DENSE = 2048  # outputs of a dense weight: of fewer, too many blocks would have a tile
 SHARED = 232_448  # bytes of a block, at most
-BITS = {"int4": 4, "e4m3": 8, "dense": 16}  # of a weight
+BITS = {"int4": 4, "e4m3": 8}  # of a code
 SCALES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}

@@ -1,19 +1,19 @@
-"""Linears on Hopper, by the number of tokens: which kernel has them. What none of Hopper's has goes to Triton's, which
-read the same weights.
+"""Linears over 4-bit integers and e4m3 on Hopper, by the number of tokens: which kernel has them. What none of Hopper's
+has goes to Triton's, which read the same records.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from offroad.nvrtc import linear_few, linear_hopper
-from offroad.nvrtc.linear_args import BITS, LEAST_DENSE
+from offroad.nvrtc.linear_args import BITS
 from offroad.triton_kernels import linear_gated, linear_run
 from offroad.triton_kernels.linear_pack import Records
 
 if TYPE_CHECKING:
+    import torch
+
     from offroad.ops.bound import LayerOps
     from offroad.quant.packed import Packed
     from offroad.triton_kernels.linear_run import Card
@@ -38,21 +38,15 @@ def gated_linear(x: torch.Tensor, layer: LayerOps, *, on: Card) -> torch.Tensor:
 
 def takes(rows: int, weight: Packed, outputs: int, on: Card) -> bool:
     """Whether one of Hopper's kernels has so many rows of x, in bf16, and columns of y."""
-    if not 0 < rows <= MOST:
-        return False
-    if (w := weight.tensors.get("w")) is not None:
-        whole = w.is_contiguous() and weight.k % 8 == 0 and (w.is_meta or w.data_ptr() % 16 == 0)
-        return rows > linear_few.MOST and weight.n >= LEAST_DENSE and w.dtype == torch.bfloat16 and whole
-    if not isinstance(weight, Records) or weight.kind not in BITS:
+    if not isinstance(weight, Records) or weight.kind not in BITS or not 0 < rows <= MOST:
         return False
     return rows > linear_few.MOST or linear_few.takes(rows, weight, outputs, on.sms)
 
 
-def product(x: torch.Tensor, weight: Packed, gate: str = "", sms: int = 0) -> torch.Tensor:
-    """[tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`, by a weight that
-    `takes` those rows; of a plan's card with `sms`, or of the one that is there."""
+def product(x: torch.Tensor, weight: Records, gate: str = "", sms: int = 0) -> torch.Tensor:
+    """[tokens, n] of x [tokens, k] in bf16, or [tokens, n / 2] with the gated activation `gate`; of a plan's card with
+    `sms`, or of the one that is there."""
     x = (x if weight.perm is None else x.index_select(1, weight.perm)).contiguous()
     if x.shape[0] <= linear_few.MOST:
-        assert isinstance(weight, Records), weight.layout
         return linear_few.product(x, weight, gate, sms)
     return linear_hopper.product(x, weight, gate)

@@ -1,5 +1,5 @@
-"""Linears of 17 to 64 tokens over 4-bit integers, e4m3 or bf16 on Hopper: what kernels/linear_hopper.cu is specialised
-by, and how it is launched.
+"""Linears of 17 to 64 tokens over 4-bit integers or e4m3 on Hopper: what kernels/linear_hopper.cu is specialised by,
+and how it is launched.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from offroad.nvrtc import launch
 from offroad.nvrtc.compile import Source
 from offroad.nvrtc.linear_args import BITS, GATES, SCALES, SHARED, TARGET
 from offroad.nvrtc.tensor_map import map_of
-from offroad.quant.packed import Packed
 from offroad.triton_kernels.dependent import launching
-from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N
+from offroad.triton_kernels.linear_pack import BLOCK_K, BLOCK_N, Records
 from offroad.triton_kernels.linear_run import card, stored
 from offroad.triton_kernels.memory import COUNTERS, MEMORY
 
 ARGS = "@16Q7Q7i44x"  # `Args` of the kernel, to its alignment
-DENSE_ARGS = ARGS + "16Q"
-DENSE_K = 64  # of a step of bf16
 MOST = 64  # tokens
 # Warpgroups that multiply (one more starts copies) and steps on their way at most, by the tokens of a tile. Blocks take
 # more than half of an SM's shared memory: two of a launch on one SM would leave another idle.
@@ -38,10 +35,9 @@ def threads(tokens: int) -> int:
 
 def source(tokens: int, fold: int = 1, scales: int = 0, minima: bool = False, gate: str = "", bits: int = 4) -> Source:
     """For up to `tokens` tokens (32, 64) and `fold` scales to 128 k's, of the dtype with the number `scales`; codes of
-    `bits`, or weights in bf16 (16)."""
-    warpgroups, wide = WARPGROUPS[tokens], DENSE_K if bits == 16 else BLOCK_K
-    scale = 0 if bits == 16 else (4 if scales == 2 else 2) + 2 * minima  # bytes, a zero point's too
-    step = bits * wide // 8 * outputs(tokens) + 2 * wide * tokens + fold * outputs(tokens) * scale
+    `bits`."""
+    warpgroups, scale = WARPGROUPS[tokens], 4 if scales == 2 else 2
+    step = 16 * bits * outputs(tokens) + 2 * BLOCK_K * tokens + fold * outputs(tokens) * (scale + 2 * minima)
     stage, rest = step + -step % 1024 + 16, 1024 + 4 * warpgroups * tokens * 32
     stages = min(STAGES[tokens], (SHARED - rest) // stage)
     shared = rest + stages * stage
@@ -56,34 +52,31 @@ def blocks(tiles: int, units: int, sms: int) -> int:
     return min(2 * tiles if 0.8 * sms <= 2 * tiles <= sms else sms, tiles * units)
 
 
-def product(x: torch.Tensor, weight: Packed, gate: str = "") -> torch.Tensor:
+def product(x: torch.Tensor, weight: Records, gate: str = "") -> torch.Tensor:
     """One launch: [tokens, n] of x [tokens, k] in bf16, contiguous and in the order of the weight's columns, or
-    [tokens, n / 2] with the gated activation `gate`, of gate and up with a multiple of 64 outputs each."""
+    [tokens, n / 2] with the gated activation `gate`."""
     rows, it = x.shape[0], stored(weight)
     tokens = next(size for size in STAGES if rows <= size)
     y = torch.empty(rows, weight.n // 2 if gate else weight.n, dtype=x.dtype, device=x.device)
-    minima, dense = it.m is not None, it.kind == "dense"
+    minima = it.m is not None
     assert not minima or it.m.dtype == torch.int16, it.m.dtype
-    assert not gate or weight.n % (2 * BLOCK_N) == 0, weight.n
-    made = source(tokens, it.fold, 0 if it.s is None else SCALES[it.s.dtype], minima, gate, BITS[it.kind])
-    layout = DENSE_ARGS if dense else ARGS
+    made = source(tokens, it.fold, SCALES[it.s.dtype], minima, gate, BITS[it.kind])
     if x.device.type == "meta":
-        launch.rehearse(made, "linear", layout)
+        launch.rehearse(made, "linear", ARGS)
         return y
-    records, units = (-(-weight.n // BLOCK_N), -(-weight.k // DENSE_K)) if dense else it.q.shape[:2]
+    records, units = it.q.shape[:2]
     tiles = -(-records * BLOCK_N // outputs(tokens))
     programs = blocks(tiles, units, card(x.device).sms)  # of the card that is there: they wait for one another
     partial = MEMORY.get(x.device, "partial", programs * 2 * outputs(tokens) * tokens, torch.float32)
     arrived = MEMORY.get(x.device, COUNTERS, tiles * 4 * WARPGROUPS[tokens], torch.int32)
     tensors = (it.q, it.s, it.m, weight.bias, y, partial, arrived)
     sizes = (rows, weight.n, units, records, tiles, it.s_group, it.group_units)
-    launch.load(made, "linear", layout).launch(
+    launch.load(made, "linear", ARGS).launch(
         (programs, 1, 1),
         threads(tokens),
         *map_of(x.data_ptr(), rows, weight.k, tokens),
         *(0 if tensor is None else tensor.data_ptr() for tensor in tensors),
         *sizes,
-        *(map_of(it.q.data_ptr(), weight.n, weight.k, BLOCK_N) if dense else ()),
         early=launching(rows)["PDL"],
     )
     return y

@@ -95,8 +95,8 @@ def prefill_form(dim: int, eight: bool, window: int | None, hopper: bool) -> dic
     there are not registers enough for both everywhere. AGAIN: what the end needs is made once more, else registers are
     too few; where they are not, loops come out faster without: 10 % on an H200."""
     size = padded(dim)
-    twice = not window and (size < 256 or (size == 256 and not eight))
-    return {"TWICE": twice, "AGAIN": not (hopper and twice and size == 256)}
+    twice = not window and size <= 256
+    return {"TWICE": twice, "AGAIN": not (hopper and twice and size == 256 and not eight)}
 
 
 def wide(dtype: str, kv_dtype: str) -> int:
@@ -325,7 +325,7 @@ def bind_prefill(device: DeviceProfile, problem: Problem) -> Bound:
         tiles = -(-int(rows.width.max()) * heads // kv_heads // tile.queries)
         paged_prefill[(tiles, kv_heads, len(rows.slot))](
             q, out, k_pages, v_pages, *fresh, view.table, rows.slot_t, rows.start_t, rows.width_t, rows.offset_t,
-            k_scale, v_scale, spec.scale, spec.softcap or 0.0, q.stride(0), view.table.stride(0),
+            k_scale, v_scale, spec.scale, spec.softcap or 0.0, q.stride(0), view.table.stride(0), tiles,
             KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=dim, BLOCK_D=padded(dim), BLOCK_M=tile.queries,
             BLOCK=view.block, TILE=tile.keys, WINDOW=view.window or 0, OWN=k is not None, KIND=kind_of(view),
             SCALED=scaled, SOFTCAP=spec.softcap is not None, PRECISION=precision,

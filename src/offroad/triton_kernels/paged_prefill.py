@@ -83,19 +83,19 @@ def _queries(tile, head, BLOCK_M: tl.constexpr, GROUP: tl.constexpr):
     return number // GROUP, tile * BLOCK_M // GROUP, head * GROUP + number % GROUP
 
 
-@triton.jit(do_not_specialize_on_alignment=LISTS)
+@triton.jit(do_not_specialize=["tiles"], do_not_specialize_on_alignment=LISTS)
 def paged_prefill(
     q, out, k_pages, v_pages, k_fresh, v_fresh, table, slots, starts, widths, offsets, k_scale, v_scale,
-    scale, softcap, q_stride, table_stride,
+    scale, softcap, q_stride, table_stride, tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, OWN: tl.constexpr, KIND: tl.constexpr,
     SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TWICE: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, heads, dim]. Grid (tiles of BLOCK_M queries of the widest row, kv_heads, rows): tiles beyond a row
+    """out [tokens, heads, dim]. Grid (`tiles` of BLOCK_M queries of the widest row, kv_heads, rows): tiles beyond a row
     exit, and a row's last, which have most keys, start first. A query is a token's one of the GROUP heads of a KV head,
     tokens first. OWN: this step's rows are in `k_fresh`, `v_fresh`, as stored; otherwise in pages like all others.
     """
-    row, head, tile = tl.program_id(2), tl.program_id(1), tl.num_programs(0) - 1 - tl.program_id(0)
+    row, head, tile = tl.program_id(2), tl.program_id(1), tiles - 1 - tl.program_id(0)
     width, start = tl.load(widths + row), tl.load(starts + row)
     if tile * BLOCK_M >= width * GROUP:
         return
@@ -139,10 +139,11 @@ def paged_prefill(
     )  # fmt: skip
     if AGAIN:
         # Where it is and what it has once more, from what is read once more: else it would wait in memory while loops
-        # need all registers. Two readings of a number differ by nothing, which the compiler does not know.
+        # need all registers, as would the grid's size, which `tiles` is. Two readings of a number differ by nothing,
+        # which the compiler does not know.
         nothing = tl.load(widths, volatile=True) - tl.load(widths, volatile=True)
         row, head, tile = tl.program_id(2) + nothing, tl.program_id(1) + nothing, tl.program_id(0) + nothing
-        of, top, heads = _queries(tl.num_programs(0) - (tile + 1), head, BLOCK_M, GROUP)
+        of, top, heads = _queries(tiles - (tile + 1), head, BLOCK_M, GROUP)
         inside = (of < tl.load(widths + row))[:, None] & (d < DIM)[None]
         offset = tl.load(offsets + row).to(tl.int64)
     norm = 1 / total

@@ -13,7 +13,7 @@ from sm70_emulated import built
 
 from offroad.nvrtc import launch, linear_by_rows, linear_few, linear_hopper
 from offroad.nvrtc.compile import FOLDER, Source
-from offroad.quant.packed import Packed
+from offroad.triton_kernels.linear_pack import Records
 from offroad.triton_kernels.linear_run import Card
 from offroad.triton_kernels.memory import COUNTERS, Memory
 
@@ -119,7 +119,7 @@ class Emulated:
             monkeypatch.setattr(module, "map_of", map_of)
 
     def __call__(
-        self, x: torch.Tensor, weight: Packed, blocks: int, gate: str = "", seed: int = 0, changes: Changes = ()
+        self, x: torch.Tensor, weight: Records, blocks: int, gate: str = "", seed: int = 0, changes: Changes = ()
     ) -> torch.Tensor:
         """By so many blocks at once. Raises Fault."""
         readable = tuple(weight.tensors.values())
@@ -132,20 +132,6 @@ class Emulated:
         if self.memory.get(x.device, COUNTERS, 1, torch.int32).any():
             raise Fault("counters that the next launch does not find at 0")
         return y
-
-
-def left_out(x: torch.Tensor, weight: Packed, what: tuple[int, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`what`: by how many blocks, the kernel's text, what stands for it, and what comes of it, for one of some orders
-    at least."""
-    blocks, old, new, expected = what
-    right, found = Emulated(monkeypatch)(x, weight, blocks), []
-    for seed in range(1, 7):
-        try:
-            y = Emulated(monkeypatch)(x, weight, blocks, seed=seed, changes=((old, new),))
-            found.append("right" if torch.equal(y, right) else "wrong")
-        except Fault as fault:
-            found.append(str(fault))
-    assert any(expected in said for said in found), found
 
 
 @cache

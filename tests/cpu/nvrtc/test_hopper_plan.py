@@ -59,7 +59,6 @@ def probed(**tools: str) -> DeviceProfile:
         (hopper.LINEAR_W8, linear(stored=("fp8.channel", "fp8.tensor"), features=frozenset({"bias"}))),
         (hopper.LINEAR_W8, linear(stored=("fp8.g256",), phase="prefill")),
         (hopper.LINEAR_W8, linear(sizes=(("n", 200), ("k", 72)), stored=("fp8.channel",))),
-        (hopper.LINEAR_DENSE, linear(stored=("bf16", "bf16"), features=frozenset({"bias"}))),
         (hopper.GATED, gated()),
         (hopper.GATED, gated(parts=(("linear:gate_up", hopper.LINEAR_W8), GATED[1]))),
         (hopper.GATED, gated(parts=(("linear:gate_up", W8A8), GATED[1]))),
@@ -93,11 +92,6 @@ def test_what_they_take(name: str, problem: Problem):
         (hopper.LINEAR_W8, linear(stored=("fp8.modelopt-block1x32",)), "groups of 128"),
         (hopper.LINEAR_W8, linear(stored=("fp8.g192",)), "a multiple of 128"),
         (hopper.LINEAR_W8, linear(sizes=(("n", 64), ("k", 1156)), stored=(FP8_BLOCKS,)), "multiple of 8"),
-        (hopper.LINEAR_DENSE, linear(), "affine4.ct-g128"),
-        (hopper.LINEAR_DENSE, linear(stored=("bf16",), dtype="float16"), "bfloat16"),
-        (hopper.LINEAR_DENSE, linear(stored=("bf16",), sizes=(("n", 2047), ("k", 5120))), "2,048 outputs and more"),
-        (hopper.LINEAR_DENSE, linear(stored=("bf16",), sizes=(("n", 4096), ("k", 1156))), "whole 16 bytes"),
-        (hopper.LINEAR_DENSE, linear(stored=("bf16",), sizes=(("n", 70_000), ("k", 512))), "up to 65,536 outputs"),
         (hopper.GATED, gated(n=2 * 96), "multiple of 64"),
         (hopper.GATED, gated(parts=(("linear:gate_up", "triton.linear_w4"), GATED[1])), "triton.linear_w4"),
         (hopper.DELTA, delta(("silu",)), "written at every token"),
@@ -147,15 +141,6 @@ def test_a_plan_has_them_for_what_is_stored_in_4_bits_or_in_e4m3(scheme: str, ke
     assert not any(linears[name].startswith("hopper.") for name in ("head", "ba"))
     assert linears["gated_linear"] == hopper.GATED
     assert linears["gated_delta"] == hopper.DELTA
-
-
-def test_a_plan_has_the_dense_one_where_it_is_asked_for():
-    asked = [f"linear:{use}={hopper.LINEAR_DENSE}" for use in ("qkv", "down")]
-    plain, plan = planned("none"), planned("none", kernel=asked)
-    assert hopper.LINEAR_DENSE not in plain.kernels()
-    taken = {cell.op for cell, choice in plan.cells.items() if choice.kernel == hopper.LINEAR_DENSE}
-    assert taken == {"linear:qkv", "linear:down"}
-    assert "has not been measured yet" in plain.explain()
 
 
 def test_a_plan_has_attention_of_few_queries_only():

@@ -148,14 +148,18 @@ def test_what_it_does_not_read_is_refused_with_the_reason():
         assert said in refused.reason
 
 
-def test_beside_old_libraries_a_triton_kernel_multiplies():
-    device = replace(load_profile("h100-80gb"), source="probe")
+def test_old_libraries_are_refused_where_cublaslt_would_multiply_and_nowhere_else():
+    hopper, blackwell = (replace(load_profile(name), source="probe") for name in ("h100-80gb", "rtx5090"))
     tools = (("cuda", "13.0"), ("torch", "2.11.0+cu130"), ("triton", "3.6.0"))
-    assert "by cuBLASLt" in verdict(device=replace(device, toolchain=tools)).reason
+    assert "by cuBLASLt" in verdict(device=replace(hopper, toolchain=tools)).reason
     for old in (("cuda", "12.8"), ("torch", "2.9.1+cu128")):
         there = tuple((dict(tools) | dict([old])).items())
-        assert "by a Triton kernel" in verdict(device=replace(device, toolchain=there)).reason
-    assert "by a Triton kernel" in verdict(device=replace(device, toolchain=tools[1:])).reason
+        oldest = {"cuda": "12.9", "torch": "2.10"}[old[0]]
+        assert (
+            f"needs {old[0]} {oldest} or later, not {old[1]}" in verdict(device=replace(hopper, toolchain=there)).reason
+        )
+        assert "by a Triton kernel" in verdict(device=replace(blackwell, toolchain=there)).reason
+    assert "needs cuda 12.9 or later, not None" in verdict(device=replace(hopper, toolchain=tools[1:])).reason
 
 
 def test_parts_that_end_within_a_block_are_told_to_kernels():

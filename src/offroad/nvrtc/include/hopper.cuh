@@ -66,14 +66,6 @@ __device__ __forceinline__ void copy_box(void* to, const TensorMap* map, int col
         "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 
-// The same, of memory that is read once.
-__device__ __forceinline__ void copy_box_once(void* to, const TensorMap* map, int column, int row, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(
-            shared_address(to)),
-        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(read_once()) : "memory");
-}
-
 // As `copy_box`, of a map with chunks of a row in front of rows, and of memory that is read once: rows from `row` on, all
 // of the chunks of a box from `chunk` on, one behind the other.
 __device__ __forceinline__ void copy_chunks_once(void* to, const TensorMap* map, int row, int chunk, u64* barrier) {
@@ -178,15 +170,9 @@ __device__ __forceinline__ u32 described(const void* rows) { return (shared_addr
 // Starts sums += a b: 64 rows of `a`, 16 k's, N columns of `b`, described rows of k's; `first`: sums are 0 before.
 template <int N>
 __device__ __forceinline__ void start_product(float (&sums)[N / 2], const u32 (&a)[4], u32 b, bool first);
-// The same with rows of `a` described as those of `b` are.
-template <int N>
-__device__ __forceinline__ void start_product(float (&sums)[N / 2], u32 a, u32 b, bool first);
 #define PRODUCT(N, TYPE, LIST, D, A0, A1, A2, A3, B, P)                                                              \
     "{\n .reg .pred p;\n .reg .b64 d;\n setp.eq.u32 p, " P ", 0;\n mov.b64 d, {" B ", 0x40000040};\n wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE    \
     " {" LIST "}, {" A0 "," A1 "," A2 "," A3 "}, d, p, 1, 1, 0;\n}"
-#define PRODUCT_OF_ROWS(N, LIST, A, B, P)                                                                             \
-    "{\n .reg .pred p;\n .reg .b64 c, d;\n setp.eq.u32 p, " P ", 0;\n mov.b64 c, {" A ", 0x40000040};\n mov.b64 d, {" B           \
-    ", 0x40000040};\n wgmma.mma_async.sync.aligned.m64n" N "k16.f32.bf16.bf16 {" LIST "}, c, d, p, 1, 1, 0, 0;\n}"
 #define S8(at) "+f"(sums[at]), "+f"(sums[at + 1]), "+f"(sums[at + 2]), "+f"(sums[at + 3]), "+f"(sums[at + 4]), \
                "+f"(sums[at + 5]), "+f"(sums[at + 6]), "+f"(sums[at + 7])
 #define L8 "%0,%1,%2,%3,%4,%5,%6,%7"
@@ -201,13 +187,5 @@ template <>
 __device__ __forceinline__ void start_product<64>(float (&sums)[32], const u32 (&a)[4], u32 b, bool first) {
     asm volatile(PRODUCT("64", "bf16", L32, "", "%32", "%33", "%34", "%35", "%36", "%37")
                  : S8(0), S8(8), S8(16), S8(24) : INPUTS);
-}
-template <>
-__device__ __forceinline__ void start_product<32>(float (&sums)[16], u32 a, u32 b, bool first) {
-    asm volatile(PRODUCT_OF_ROWS("32", L16, "%16", "%17", "%18") : S8(0), S8(8) : "r"(a), "r"(b), "r"((u32)first));
-}
-template <>
-__device__ __forceinline__ void start_product<64>(float (&sums)[32], u32 a, u32 b, bool first) {
-    asm volatile(PRODUCT_OF_ROWS("64", L32, "%32", "%33", "%34") : S8(0), S8(8), S8(16), S8(24) : "r"(a), "r"(b), "r"((u32)first));
 }
 #endif

@@ -1,7 +1,6 @@
-// y = x W^T for up to TOKENS tokens over weights of 4 bits, in e4m3 or in bf16, in bf16, for Hopper. Records of weights
+// y = x W^T for up to TOKENS tokens over weights of 4 bits or in e4m3, in bf16, for Hopper. Records of weights
 // (linear_pack.py) are in the order of the registers of a matrix operand, so they go from memory to shared memory as they
 // are, become bf16 in registers there and are the left operand of products whose right one, x, lies in shared memory.
-// Weights in bf16 are rows [n, k] as torch has them; both operands of their products lie in shared memory.
 //
 // A block has a warpgroup that starts copies and WARPGROUPS that multiply, each two tiles of 64 outputs in turn. Weights
 // of small groups are widened while products of the other tile run; where a step has one scale, all products end before
@@ -11,23 +10,21 @@
 // has more to do, add and store a share each; of two the first adds what the other has left. The order of sums is always
 // the same. All blocks must be on the GPU at once, since they wait for one another.
 //
-// Specialised by BITS (4: integers, 8: e4m3, 16: bf16), TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16,
+// Specialised by BITS (4: integers, 8: e4m3), TOKENS, WARPGROUPS, STAGES, FOLD (scales that 128 k's have), SCALES (0: bf16,
 // 1: fp16, 2: fp32), MINIMA (zero points of integers, as multiples of the scale) and GATE (0: y is the product; 1, 2:
 // act(gate) * up, act silu, gelu_tanh, of a weight whose first half of outputs is the gate's).
 #include "codes.cuh"
 #include "hopper.cuh"
 
-constexpr bool PLAIN = BITS == 16;
 constexpr int OUTPUTS = 128 * WARPGROUPS, CONSUMERS = 128 * WARPGROUPS, WARPS = CONSUMERS / 32;
-constexpr int STEP = PLAIN ? 64 : 128, HALVES = STEP / 64;  // k's of a step, in parts of 64
-constexpr int RECORD = BITS * STEP * 8, CODES_BYTES = 2 * WARPGROUPS * RECORD, HALF_X = TOKENS * 128;
-constexpr int SCALE_SIZE = SCALES == 2 ? 4 : 2, SCALE_BYTES = PLAIN ? 0 : FOLD * OUTPUTS * SCALE_SIZE;
+constexpr int RECORD = BITS * 1024, CODES_BYTES = 2 * WARPGROUPS * RECORD, HALF_X = TOKENS * 128;
+constexpr int SCALE_SIZE = SCALES == 2 ? 4 : 2, SCALE_BYTES = FOLD * OUTPUTS * SCALE_SIZE;
 constexpr int MINIMA_BYTES = MINIMA ? FOLD * OUTPUTS * 2 : 0;
-constexpr int X_AT = CODES_BYTES, SCALES_AT = X_AT + HALVES * HALF_X, MINIMA_AT = SCALES_AT + SCALE_BYTES;
+constexpr int X_AT = CODES_BYTES, SCALES_AT = X_AT + 2 * HALF_X, MINIMA_AT = SCALES_AT + SCALE_BYTES;
 constexpr int STAGE = (MINIMA_AT + MINIMA_BYTES + 1023) / 1024 * 1024;
 constexpr int Y_AT = STAGES * STAGE, Y_BYTES = WARPS * TOKENS * 32, BARRIERS_AT = Y_AT + Y_BYTES;
 static_assert(1024 + BARRIERS_AT + 16 * STAGES == SHARED_BYTES, "what Python reserves");
-static_assert(BITS == 4 || (FOLD == 1 && !MINIMA), "only integers have zero points, and small groups");
+static_assert(BITS == 4 || (FOLD == 1 && !MINIMA), "e4m3 has no zero points, and no small groups");
 
 struct Args {
     TensorMap x;          // [rows, k], boxes of TOKENS rows and 64 k's
@@ -38,14 +35,11 @@ struct Args {
     u16* y;               // [rows, n], with GATE [rows, n / 2]
     float* partial;       // [blocks, 2, OUTPUTS * TOKENS]
     u32* arrived;         // [tiles, warps], 0 between launches
-    int rows, n, units;   // units: steps of 128 k's, of bf16 64
+    int rows, n, units;   // units: steps of 128 k's
     int records;          // tiles of 64 outputs
     int tiles;            // of a block
     int padded;           // n that scales have
     int group_units;      // steps that share a scale, where FOLD is 1
-#if BITS == 16
-    TensorMap w;          // [n, k], boxes of 64 rows and 64 k's
-#endif
 };
 
 extern __shared__ __align__(16) unsigned char shared[];
@@ -71,9 +65,6 @@ struct Ring {
 
 // Starts the copies of a tile of 64 outputs at a step: its codes, and its scales, FOLD of them for each output.
 __device__ __forceinline__ void copy_tile(const Args& p, unsigned char* to, int record, int unit, int group, int t, u64* barrier) {
-#if BITS == 16
-    copy_box_once(to + t * RECORD, &p.w, unit * STEP, record * 64, barrier);
-#else
     copy_once(to + t * RECORD, p.codes + ((i64)record * p.units + unit) * RECORD, RECORD, barrier);
 #pragma unroll
     for (int f = 0; f < FOLD; f++) {
@@ -82,25 +73,24 @@ __device__ __forceinline__ void copy_tile(const Args& p, unsigned char* to, int 
         copy_once(to + SCALES_AT + place * SCALE_SIZE, p.scales + at * SCALE_SIZE, 64 * SCALE_SIZE, barrier);
         if (MINIMA) copy_once(to + MINIMA_AT + place * 2, p.minima + at * 2, 128, barrier);
     }
-#endif
 }
 
 __device__ __forceinline__ void copy_x(const Args& p, unsigned char* to, int unit, u64* barrier) {
-#pragma unroll
-    for (int half = 0; half < HALVES; half++) copy_box(to + X_AT + half * HALF_X, &p.x, unit * STEP + half * 64, 0, barrier);
+    copy_box(to + X_AT, &p.x, unit * 128, 0, barrier);
+    copy_box(to + X_AT + HALF_X, &p.x, unit * 128 + 64, 0, barrier);
 }
 
 // Starts the copies for one warpgroup, for the first of them those of x too. As many weights as there is room for are on
 // their way before the kernels before this one, which write x, have ended.
 __device__ __forceinline__ void produce(const Args& p, Ring ring, i64 begin, i64 end, int warpgroup) {
-    constexpr int TILE_BYTES = RECORD + (PLAIN ? 0 : FOLD * 64 * (SCALE_SIZE + (MINIMA ? 2 : 0)));
+    constexpr int TILE_BYTES = RECORD + FOLD * 64 * (SCALE_SIZE + (MINIMA ? 2 : 0));
     const bool chosen = threadIdx.x % 32 == 0, has_x = warpgroup == 0;
     const int early = (int)min((i64)STAGES, end - begin);
     int tile = (int)(begin / p.units), unit = (int)(begin % p.units), number = 0;
     for (i64 step = begin; step < end; unit = 0, tile++) {
         const int until = (int)min((i64)p.units, unit + end - step);
         const int near = record_of(p, tile, warpgroup, 0), far = record_of(p, tile, warpgroup, 1);
-        const int bytes = (has_x ? HALVES * HALF_X : 0) + ((near < p.records) + (far < p.records)) * TILE_BYTES;
+        const int bytes = (has_x ? 2 * HALF_X : 0) + ((near < p.records) + (far < p.records)) * TILE_BYTES;
         int group = FOLD > 1 ? unit * FOLD : unit / p.group_units, left = p.group_units - unit % p.group_units;
         for (; unit < until; unit++, step++, number++) {
             wait(&ring.empty[ring.stage], ring.parity ^ 1);
@@ -229,30 +219,6 @@ __device__ __forceinline__ void consume(const Args& p, Ring& ring, Sums& sums, i
     if (lane == 0) arrive(&ring.empty[before]);
 }
 
-// The same of weights in bf16. Products of a step run while those of the step before are waited for.
-__device__ __forceinline__ void consume_plain(Ring& ring, Sums& sums, int warpgroup, int steps) {
-    int before = 0;
-    for (int step = 0; step < steps; step++) {
-        wait(&ring.full[ring.stage], ring.parity);
-        const unsigned char* place = ring.base + same(ring.stage * STAGE);
-        const u32 x = described(place + X_AT);
-        products_may_start();
-#pragma unroll
-        for (int t = 0; t < 2; t++) {
-            const u32 rows = described(place + (2 * warpgroup + t) * RECORD);
-#pragma unroll
-            for (int j = 0; j < 4; j++) start_product<TOKENS>(sums[t], rows + j * 2, x + j * 2, step + j == 0);
-        }
-        end_group();
-        wait_groups<1>();
-        if (step > 0 && threadIdx.x % 32 == 0) arrive(&ring.empty[before]);
-        before = ring.stage;
-        ring.next();
-    }
-    wait_groups<0>();  // sums are read next
-    if (threadIdx.x % 32 == 0) arrive(&ring.empty[before]);
-}
-
 // Stores a warp's results: through shared memory, so that 32 bytes of a token are written at a time.
 __device__ __forceinline__ void finish(const Args& p, const Sums& sums, int tile, int warpgroup, unsigned char* room) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, width = GATE ? p.n / 2 : p.n;
@@ -365,8 +331,7 @@ __device__ __forceinline__ void multiply(const Args& p, Ring ring, i64 begin, i6
         const int tile = (int)(step / p.units);
         const i64 whole = (i64)tile * p.units, until = min(end, whole + p.units);
         Sums sums;
-        if (PLAIN) consume_plain(ring, sums, warpgroup, (int)(until - step));
-        else consume(p, ring, sums, warpgroup, (int)(until - step));
+        consume(p, ring, sums, warpgroup, (int)(until - step));
         // Blocks from the one that has the tile's first step to the one that has its last, which has more to do.
         const i64 first = ((whole + 1) * gridDim.x - 1) / total;
         const int count = (int)(((whole + p.units) * gridDim.x - 1) / total - first) + 1;

@@ -59,10 +59,10 @@ inline void place_box(unsigned char* memory, unsigned to, const TensorMap& map, 
 // A warp's 16 rows of a product of its warpgroup's 64.
 struct Product {
     float* sums[32];
-    const u32* a[32];  // none: `rows` describes them
-    u32 rows, b;
+    const u32* a[32];
+    u32 b;
     bool first;
-    int columns, warp, lanes = 0;
+    int columns, lanes = 0;
     long group;
 };
 struct Products {
@@ -77,10 +77,7 @@ inline float wide_bf16(u32 bits) { return __uint_as_float(bits << 16); }
 // Fragments as in the PTX ISA's tables of wgmma, m64nNk16.
 inline void compute(const Product& p) {
     float a[16][16], b[16][64], d[16][64] = {};
-    const unsigned above = ((p.rows & 0x3FFF) << 4) + p.warp % 4 * 16 * 128;
-    for (int row = 0; row < 16 && !p.a[0]; row++)
-        for (int k = 0; k < 16; k++) a[row][k] = wide_bf16(*(const u16*)(here().memory + swizzled(above + row * 128 + k * 2)));
-    for (int lane = 0; lane < 32 && p.a[0]; lane++)
+    for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 8; i++)
             a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i / 4 * 8 + i % 2] = wide_bf16(p.a[lane][i / 2] >> i % 2 * 16);
     const unsigned start = (p.b & 0x3FFF) << 4;
@@ -107,7 +104,7 @@ inline void compute_until(Products& of, long group) {
     }
 }
 
-inline void start(float* sums, const u32* a, u32 rows, u32 b, bool first, int columns) {
+inline void start(float* sums, const u32* a, u32 b, bool first, int columns) {
     const int lane = current->number % 32;
     Products& own = products[&current_warp()];
     if (!own.fenced[lane]) fail("a product of registers that no fence has given it");
@@ -116,11 +113,10 @@ inline void start(float* sums, const u32* a, u32 rows, u32 b, bool first, int co
     if (at == own.queue.size()) {
         own.queue.emplace_back();
         Product& made = own.queue.back();
-        made.rows = rows, made.b = b, made.first = first, made.columns = columns, made.group = group;
-        made.warp = current->number / 32;
+        made.b = b, made.first = first, made.columns = columns, made.group = group;
     }
     Product& p = own.queue[at];
-    if (p.rows != rows || p.b != b || p.first != first || p.group != group) fail("lanes of a warp start different products");
+    if (p.b != b || p.first != first || p.group != group) fail("lanes of a warp start different products");
     p.sums[lane] = sums, p.a[lane] = a, p.lanes++;
 }
 
@@ -172,9 +168,6 @@ inline void copy_box(void* to, const TensorMap* given, int column, int row, u64*
         emulator::place_box(memory, address, map, column, row);
         emulator::barrier_at(barrier)->bring(map.words[4] * map.words[5] * map.words[6]);
     });
-}
-inline void copy_box_once(void* to, const TensorMap* given, int column, int row, u64* barrier) {
-    copy_box(to, given, column, row, barrier);
 }
 inline void copy_chunks_once(void* to, const TensorMap* given, int row, int chunk, u64* barrier) {
     const u64 size = given->words[6], wide = given->words[4], high = given->words[5];
@@ -291,10 +284,5 @@ inline u32 described(const void* rows) { return (shared_address(rows) & 0x3FFFF)
 template <int N>
 inline void start_product(float (&sums)[N / 2], const u32 (&a)[4], u32 b, bool first) {
     emulator::rest();
-    emulator::start(sums, a, 0, b, first, N);
-}
-template <int N>
-inline void start_product(float (&sums)[N / 2], u32 a, u32 b, bool first) {
-    emulator::rest();
-    emulator::start(sums, nullptr, a, b, first, N);
+    emulator::start(sums, a, b, first, N);
 }
