@@ -58,11 +58,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled kernel needs: bytes of shared memory a block, registers a thread, bytes of stack (spills)."""
+    """What a compiled kernel needs: bytes of shared memory a block, registers a thread, bytes of stack (spills); and
+    what it was assembled from."""
 
     shared: int
     registers: int
     spilled: int
+    ptx: str = field(repr=False)
 
 
 def compile_variant(variant: Variant, arch: int) -> Report:
@@ -82,7 +84,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "maxnreg": variant.registers}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spilled = _resources(compiled.asm["cubin"])
-    return Report(compiled.metadata.shared, registers, spilled)
+    return Report(compiled.metadata.shared, registers, spilled, compiled.asm["ptx"])
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

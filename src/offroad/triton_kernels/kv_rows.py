@@ -19,7 +19,7 @@ _E4M3: tl.constexpr = tl.constexpr(E4M3)
 def encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
     """fp32 as a byte with `MANTISSA` bits of mantissa, to the nearest (ties to even), limited to LARGEST.
 
-    By integers, since GPUs before compute capability 8.9 convert through fp16, which rounds twice.
+    By integers, since for GPUs before compute capability 9.0 Triton converts through fp16, which rounds twice.
     """
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
+from offroad.triton_kernels.kv_rows import encode
 from offroad.triton_kernels.linear import FP8_SHARED
 
 GROUP = tl.constexpr(128)  # of k: activations that share a scale
@@ -36,24 +37,13 @@ TILE = Tile(tokens=128, outputs=128, wide=8, warps=8, stages=3, shared=FP8_SHARE
 
 
 @triton.jit
-def _code(y):
-    """The e4m3 code of y in fp32, |y| not above 448 but for rounding: to the nearest, ties to even; int32. For the
-    interpreter, whose own conversion rounds otherwise."""
-    bits = y.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    small = (tl.abs(y) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 15  # steps of 2^-9 below 2^-6
-    return tl.where(size < (121 << 23), small, normal) | ((bits >> 24) & 128)
-
-
-@triton.jit
 def _rounded(x, NATIVE: tl.constexpr):
     """(codes uint8 [tokens, 128], scales fp32 [tokens]) of a group of activations in fp32."""
     size = tl.abs(x)
     finite = tl.min((size < float("inf")).to(tl.int32), axis=1) == 1
     most = tl.maximum(tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), LEAST)
     y = tl.where(finite[:, None], x * tl.div_rn(LARGEST, most)[:, None], 0.0)
-    codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else _code(y).to(tl.uint8)
+    codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode(y, 3, 7, 448.0)
     return codes, tl.where(finite, tl.div_rn(most, LARGEST), float("nan"))
 
 
@@ -61,7 +51,8 @@ def _rounded(x, NATIVE: tl.constexpr):
 def quantise(x, q, s, rows, padded, k, BT: tl.constexpr, NATIVE: tl.constexpr):
     """x [rows, k] as codes q uint8 [padded, k] and scales s fp32 [k / 128, padded]; rows past the last are 0.
 
-    A program has BT tokens and one group. Scales of a group lie side by side by token, as cuBLASLt reads them.
+    A program has BT tokens and one group. Scales of a group lie side by side by token, as cuBLASLt reads them. NATIVE:
+    by the GPU's own conversion, which is the nearest number (ties to even), as `encode` is.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     group = tl.program_id(1)
@@ -142,14 +133,15 @@ def variants() -> Iterator[Variant]:
     """What Qwen3.5-27B FP8 uses on GPUs that have products of e4m3; on 9.0 cuBLASLt's are taken where it has them."""
     sizes = dict.fromkeys(("rows", "padded", "k"), "i32")
     for dtype in ("bf16", "fp16"):
-        yield Variant(
-            f"quantise {dtype} to e4m3 by 128",
-            quantise,
-            {"x": f"*{dtype}", "q": "*u8", "s": "*fp32"} | sizes,
-            {"BT": 32, "NATIVE": True},
-            archs=(89, 90, 100, 120),
-            aligned=("x", "q", "s", "k"),
-        )
+        for native, archs in ((False, (89,)), (True, (90, 100, 120))):
+            yield Variant(
+                f"quantise {dtype} to e4m3 by 128",
+                quantise,
+                {"x": f"*{dtype}", "q": "*u8", "s": "*fp32"} | sizes,
+                {"BT": 32, "NATIVE": native},
+                archs=archs,
+                aligned=("x", "q", "s", "k"),
+            )
     yield Variant(
         "fp8 records to rows",
         unpack,
