@@ -46,6 +46,9 @@ def bound(case: Case, phase: str):
     if case.kv == E4M3 and not device.has("cvt_e4m3"):
         assert not verdict.ok
         pytest.skip(verdict.reason)
+    if (case.dim, case.dtype) == (512, F32) and phase == "decode" and device.shared_per_block < 128 << 10:
+        assert "bytes of shared memory" in verdict.reason
+        pytest.skip(verdict.reason)
     assert verdict.ok, verdict.reason
     return kernel.prepare(device, asked)
 
