@@ -1,0 +1,142 @@
+"""All that can be checked on the GPU that is here, several at a time, a line for each as it ends:
+
+    PYTHONPATH=src python tests/gpu/checks.py --logs /tmp/checks
+    PYTHONPATH=src python tests/gpu/checks.py --logs /tmp/checks --lanes 6 --limit 300 --only attention memcheck
+    PYTHONPATH=src python tests/gpu/checks.py --logs /tmp/checks --as 12.0
+
+Each file of tests (in two halves where it is long), the scripts of launches under compute-sanitizer's memcheck and
+racecheck, and `offroad doctor --kernels`. `--as` runs tests as another GPU would (see conftest.py), and nothing else.
+`--only` names checks, or parts of their names. A check that is not over after `--limit` seconds is ended, and counts as
+failed. What each printed is in a file of its own in `--logs`. The exit code is 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
+LONG = {"gated_delta_on_cuda": "cuts"}  # file of tests, and what names about a half of them
+RACES = {"triton_race": (), "hopper_race": ("--report-api-errors", "no"), "sm70_race": ()}  # flags of the sanitizer
+SANITIZER = "compute-sanitizer"
+THREADS = "4"  # of a check: references on the CPU would take all cores each
+
+
+@dataclass(frozen=True)
+class Check:
+    """Commands, of which each needs the one before to have passed."""
+
+    name: str
+    commands: tuple[Sequence[str], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    code: int | None  # None: ended at the limit
+    seconds: float
+    last: str  # line that it printed
+
+    def __str__(self) -> str:
+        said = {0: "passed", None: "NOT OVER"}.get(self.code, f"FAILED ({self.code})")
+        return f"{said:<12} {self.name:<32} {self.seconds:5.0f} s  {self.last}"
+
+
+def tests(wanted: str | None) -> Iterator[Check]:
+    pretended = ("--as", wanted) if wanted else ()
+    for file in sorted(HERE.glob("test_*.py")):
+        name = file.stem.removeprefix("test_")
+        command = [*TESTS, str(file), *pretended]
+        if half := LONG.get(name):
+            yield Check(f"{name} {half}", ([*command, "-k", half],))
+            yield Check(f"{name} but {half}", ([*command, "-k", f"not {half}"],))
+        else:
+            yield Check(name, (command,))
+
+
+def sanitized(hopper: bool) -> Iterator[Check]:
+    """Once without the tool first, so that kernels are compiled before. `hopper`: its own kernels run here."""
+    for script, flags in RACES.items():
+        if script == "hopper_race" and not hopper:
+            continue
+        plain = [sys.executable, str(HERE / f"{script}.py")]
+        for tool in ("memcheck", "racecheck"):
+            under = [SANITIZER, "--tool", tool, "--error-exitcode", "9", *flags, *plain]
+            yield Check(f"{script} {tool}", (plain, under))
+
+
+def all_checks(wanted: str | None) -> list[Check]:
+    if wanted:
+        return list(tests(wanted))
+    doctor = Check("doctor", ([sys.executable, "-m", "offroad.cli.main", "doctor", "--kernels"],))
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return [*tests(None), *(sanitized(hopper) if shutil.which(SANITIZER) else ()), doctor]
+
+
+def run(check: Check, folder: Path, limit: float) -> Outcome:
+    began, log = time.monotonic(), folder / f"{check.name.replace(' ', '_')}.txt"
+    code: int | None = 0
+    with log.open("w") as out:
+        for command in check.commands:
+            left = limit - (time.monotonic() - began)
+            try:
+                done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=left, check=False)
+            except subprocess.TimeoutExpired:
+                code = None
+                break
+            # 5: pytest has nothing to run, since all of the file is for other GPUs
+            code = 0 if done.returncode == 5 and "pytest" in command else done.returncode
+            if code:
+                break
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return Outcome(check.name, code, time.monotonic() - began, lines[-1].strip()[:160] if lines else "")
+
+
+def run_all(
+    checks: list[Check], folder: Path, lanes: int, limit: float, report: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """So many at once, in their order; `report` has each as it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    with ThreadPoolExecutor(lanes) as pool:
+        for future in as_completed([pool.submit(run, check, folder, limit) for check in checks]):
+            found.append(future.result())
+            report(found[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--logs", type=Path, required=True, help="folder for what each check prints")
+    parser.add_argument("--lanes", type=int, default=4, help="checks at a time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of a check")
+    parser.add_argument("--only", nargs="+", help="parts of the names of checks")
+    parser.add_argument("--as", dest="wanted", metavar="X.Y", help="tests as a GPU of that compute capability")
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", THREADS)
+    checks = all_checks(arguments.wanted)
+    if arguments.only:
+        checks = [check for check in checks if any(part in check.name for part in arguments.only)]
+    if not checks:
+        parser.error(f"--only {' '.join(arguments.only)}: names no check")
+    if not arguments.wanted and not shutil.which(SANITIZER):
+        print(f"left out: memcheck and racecheck, since there is no {SANITIZER}")
+    found = run_all(checks, arguments.logs, arguments.lanes, arguments.limit, lambda one: print(one, flush=True))
+    failed = sum(outcome.code != 0 for outcome in found)
+    print(f"{len(found) - failed} of {len(found)} checks passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
