@@ -21,7 +21,7 @@ from offroad.device.probe import probe_cuda
 from offroad.quant.packed import Packed
 from offroad.triton_kernels import linear_fp8, linear_run
 from offroad.triton_kernels.elementwise_jit import gated_activation
-from offroad.triton_kernels.linear import by_library
+from offroad.triton_kernels.linear import by_library, too_old
 from offroad.triton_kernels.linear_gated import fused, takes
 from offroad.triton_kernels.linear_grouped import grouped
 from offroad.triton_kernels.linear_pack import pack
@@ -218,7 +218,8 @@ def tune_gated(x: torch.Tensor, weights: list[Packed], kind: str, us: float) -> 
 def w8a8(options: argparse.Namespace) -> None:
     """Rounding activations, weights out of records, the product, all of them; and weights widened to bf16."""
     products = {"Triton": linear_fp8.tiled_product}
-    products |= {"cuBLASLt": linear_fp8.scaled_product} if by_library(probe_cuda()) else {}
+    library = by_library(probe_cuda()) and not too_old(probe_cuda())
+    products |= {"cuBLASLt": linear_fp8.scaled_product} if library else {}
     for model, shapes in SHAPES.items():
         for name, (n, k) in shapes.items():
             if options.only not in f"{model} {name}":

@@ -29,10 +29,7 @@ _POINTERS = {
 _TYPES = (
     {name: "*i32" for name in ("table", "slots", "starts", "widths", "offsets")}
     | {name: "*fp32" for name in ("k_scale", "v_scale", "part", "part_max", "part_sum")}
-    | {
-        name: "i32"
-        for name in ("q_stride", "table_stride", "tiles", "k_stride", "v_stride", "partitions", "first_token")
-    }
+    | {name: "i32" for name in ("q_stride", "table_stride", "k_stride", "v_stride", "partitions", "first_token")}
 )
 _TYPES |= {"scale": "fp32", "softcap": "fp32", "positions": "*i64", "tiles": "i32"}
 _EVERY, _SOME, _NEW = (80, 86, 89, 90, 100, 120, 121), (80, 89, 90, 100, 120), (90, 100, 120)  # compute capabilities

@@ -68,11 +68,14 @@ def by_library(device: DeviceProfile) -> bool:
 def too_old(device: DeviceProfile) -> str | None:
     """Of libraries that lack cuBLASLt's products, where the Triton kernel's would gain nothing: 8,192 tokens by gate_up
     of Qwen3.5-27B on an H200 are 625 TFLOP/s so, 670 with weights widened to bf16, 1,075 by cuBLASLt."""
-    for tool, (major, minor) in OLDEST.items():
+    if device.source == "file":  # of a device that is not here, whose libraries are not known
+        return None
+    for tool, oldest in OLDEST.items():
         there = device.tool(tool)
-        if device.source == "probe" and (there is None or _version(there) < (major, minor)):
+        if there is None or _version(there) < oldest:
+            found = f"not {there}" if there else "and there is none"
             return (
-                f"needs {tool} {major}.{minor} or later, not {there}, for cuBLASLt's products of e4m3; a Triton "
+                f"needs {tool} {oldest[0]}.{oldest[1]} or later, {found}, for cuBLASLt's products of e4m3; a Triton "
                 "kernel's are slower here than bf16's"
             )
     return None

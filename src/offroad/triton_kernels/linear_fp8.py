@@ -27,7 +27,7 @@ from offroad.triton_kernels.memory import MEMORY
 TOKENS = 32  # of a program that rounds activations of many tokens
 # From which Triton (3.6) converts fp32 to e4m3 in one step. On 8.9 it truncates to fp16 first, so that numbers between
 # two codes go to the wrong one.
-NATIVE = (9, 0)
+NATIVE_FROM = (9, 0)
 E4M3 = torch.float8_e4m3fn
 _PROBE = (48, 256, 640)  # rows, n, k: more than one block each way, and 5 groups, which are padded to 8
 
@@ -62,8 +62,12 @@ def quantise(x: torch.Tensor, q: torch.Tensor, s: torch.Tensor) -> None:
     """x [tokens, k] into codes q uint8 [padded tokens, k] and scales s fp32 [k / 128, padded tokens]."""
     (rows, k), padded = x.shape, q.shape[0]
     grid = (-(-padded // TOKENS), k // BLOCK_K)
-    native = not INTERPRETED and torch.cuda.get_device_capability() >= NATIVE
-    linear_fp8_jit.quantise[grid](x, q, s, rows, padded, k, BT=TOKENS, NATIVE=native)
+    linear_fp8_jit.quantise[grid](x, q, s, rows, padded, k, BT=TOKENS, NATIVE=_native())
+
+
+@cache
+def _native() -> bool:
+    return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= NATIVE_FROM
 
 
 def unpack(weight: Records, q: torch.Tensor, s: torch.Tensor) -> None:

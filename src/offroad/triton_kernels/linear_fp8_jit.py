@@ -130,7 +130,7 @@ def product(
 
 
 def variants() -> Iterator[Variant]:
-    """What Qwen3.5-27B FP8 uses on GPUs that have products of e4m3; on 9.0 cuBLASLt's are taken where it has them."""
+    """What Qwen3.5-27B FP8 uses on GPUs that have products of e4m3; on 9.0 cuBLASLt's are taken."""
     sizes = dict.fromkeys(("rows", "padded", "k"), "i32")
     for dtype in ("bf16", "fp16"):
         for native, archs in ((False, (89,)), (True, (90, 100, 120))):

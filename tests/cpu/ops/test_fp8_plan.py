@@ -159,7 +159,9 @@ def test_old_libraries_are_refused_where_cublaslt_would_multiply_and_nowhere_els
             f"needs {old[0]} {oldest} or later, not {old[1]}" in verdict(device=replace(hopper, toolchain=there)).reason
         )
         assert "by a Triton kernel" in verdict(device=replace(blackwell, toolchain=there)).reason
-    assert "needs cuda 12.9 or later, not None" in verdict(device=replace(hopper, toolchain=tools[1:])).reason
+    assert "needs cuda 12.9 or later, and there is none" in verdict(device=replace(hopper, toolchain=tools[1:])).reason
+    stand_in = replace(hopper, source="stand-in", toolchain=(("cuda", "12.8"), *tools[1:]))
+    assert "needs cuda 12.9 or later, not 12.8" in verdict(device=stand_in).reason
 
 
 def test_parts_that_end_within_a_block_are_told_to_kernels():
