@@ -12,6 +12,7 @@ import torch
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
+from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, blocks
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -32,6 +33,13 @@ def _alone(pairs: int, size: int, device: torch.device) -> torch.Tensor:
 def sort(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [blocks * size], owner [blocks]), both int64: pairs in blocks of one expert each, a pair's index being its
     place in `experts` [tokens, top_k]; places without a pair hold tokens * top_k, blocks without any expert -1."""
+    if experts.numel() <= PAIRS_AT_ONCE:
+        return blocks(experts, count, size, blocks_of(experts.numel(), count, size))
+    return sort_many(experts, count, size)
+
+
+def sort_many(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sort` of any number of pairs, by some sixteen launches of torch's kernels."""
     flat = experts.flatten()
     pairs, device = flat.numel(), flat.device
     sizes = torch.zeros(count, dtype=torch.int64, device=device).scatter_add_(0, flat, torch.ones_like(flat))
@@ -39,10 +47,10 @@ def sort(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, to
     ends = needed.cumsum(0)
     owners, order = flat.sort(stable=True)
     rank = torch.arange(pairs, device=device) - (sizes.cumsum(0) - sizes)[owners]
-    blocks = blocks_of(pairs, count, size)
-    ids = torch.full((blocks * size,), pairs, dtype=torch.int64, device=device)
+    many = blocks_of(pairs, count, size)
+    ids = torch.full((many * size,), pairs, dtype=torch.int64, device=device)
     ids[(ends - needed)[owners] * size + rank] = order
-    owner = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True)
+    owner = torch.searchsorted(ends, torch.arange(many, device=device), right=True)
     return ids, torch.where(owner < count, owner, -1)
 
 
@@ -70,8 +78,8 @@ def grouped(
     it = stored(weight)
     alone = pairs <= PAIRS and not invariant
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
-    blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype, True, it.summed)
+    many = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
+    at = choice or tile(it.kind, n, weight.k, rows, many, on or card(x.device), x.dtype, True, it.summed)
     if invariant:
         at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
     if alone:

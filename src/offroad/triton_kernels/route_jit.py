@@ -1,4 +1,5 @@
-"""Routing of a mixture of experts: softmax over all experts and the top k of them, one program a token."""
+"""Routing of a mixture of experts: softmax over all experts and the top k of them, one program a token; and the blocks
+in which linears of experts take their pairs (a token and one of its experts)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
+
+PAIRS_AT_ONCE = 4096  # that a program reads to find its block
 
 
 @triton.jit
@@ -66,8 +69,57 @@ def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple
     return weights, chosen
 
 
+@triton.jit(do_not_specialize=["pairs", "count"])
+def blocks_kernel(
+    experts, ids, owner, pairs, count,
+    SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ids [blocks * SIZE] and owner [blocks] of `linear_grouped.sort`, all int64, a program for each block: of how many
+    blocks each expert needs it finds whose block it is, and of that expert's pairs those that come here. PAIRS is at
+    least `pairs`, COUNT more than `count`."""
+    take_turn(PDL)
+    block = tl.program_id(0)
+    at, expert = tl.arange(0, PAIRS), tl.arange(0, COUNT)
+    own = tl.load(experts + at, mask=at < pairs, other=COUNT - 1).to(tl.int32)
+    held = tl.histogram(own, COUNT)
+    needed = tl.where(expert < count, (held + SIZE - 1) // SIZE, 0)
+    mine = tl.sum((tl.cumsum(needed, axis=0) <= block).to(tl.int32), axis=0)  # COUNT: no expert's
+    first = tl.sum(tl.where(expert < mine, needed, 0), axis=0)
+    before = (block - first) * SIZE  # of that expert's pairs
+    here = (own == mine) & (at < pairs)
+    place = tl.cumsum(here.to(tl.int32), axis=0) - 1 - before
+    to = ids + block * SIZE
+    tl.store(to + place, at.to(tl.int64), mask=here & (place >= 0) & (place < SIZE))
+    empty = tl.arange(0, SIZE)
+    left = tl.sum(tl.where(expert == mine, held, 0), axis=0) - before
+    tl.store(to + empty, tl.zeros([SIZE], tl.int64) + pairs, mask=empty >= left)
+    tl.store(owner + block, tl.where(mine < count, mine, -1).to(tl.int64))
+
+
+def blocks(experts: torch.Tensor, count: int, size: int, many: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract of `linear_grouped.sort`, for `many` blocks and up to `PAIRS_AT_ONCE` pairs, in one launch."""
+    tokens, top_k = experts.shape
+    ids = torch.empty(many * size, dtype=torch.int64, device=experts.device)
+    owner = torch.empty(many, dtype=torch.int64, device=experts.device)
+    # By tokens and by top_k: the prepare phase compiles for numbers of tokens around powers of two.
+    most = triton.next_power_of_2(tokens) * triton.next_power_of_2(top_k)
+    blocks_kernel[(many,)](
+        experts.contiguous(),
+        ids,
+        owner,
+        experts.numel(),
+        count,
+        size,
+        most,
+        triton.next_power_of_2(count + 1),
+        num_warps=4,
+        **launching(tokens),
+    )
+    return ids, owner
+
+
 def variants() -> Iterator[Variant]:
-    """Qwen3.5-35B-A3B."""
+    """Of Qwen3.5-35B-A3B."""
     kinds = {
         "logits": "*bf16",
         "scale": "*fp32",
@@ -78,3 +130,7 @@ def variants() -> Iterator[Variant]:
     }
     constants = {"TOP": 8, "SCALED": False, "BLOCK": 256, "WIDTH": 8}
     yield Variant("route 256 of 8", route_kernel, kinds, constants, warps=1)
+    places = {"experts": "*i64", "ids": "*i64", "owner": "*i64", "pairs": "i32", "count": "i32"}
+    for pairs, size in ((256, 16), (PAIRS_AT_ONCE, 64)):
+        constants = {"SIZE": size, "PAIRS": pairs, "COUNT": 512}
+        yield Variant(f"blocks of {size} of {pairs} pairs", blocks_kernel, places, constants, warps=4)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -125,17 +125,34 @@ def test_experts(layout: str, group: int, sym: bool, tokens: int):
     check(grouped(x, experts, mine, count), grouped_linear(x, experts, weight, count))
 
 
-@pytest.mark.parametrize(("pairs", "count", "size"), [(7, 3, 2), (40, 6, 16), (1, 4, 16), (64, 2, 16)])
-def test_sorting_places_every_pair_once(pairs: int, count: int, size: int):
-    experts = torch.randint(0, count, (pairs, 1))
-    ids, owner = linear_grouped.sort(experts, count, size)
+SORTS = {"one launch": linear_grouped.sort, "of many": linear_grouped.sort_many}
+
+
+@pytest.mark.parametrize("how", SORTS)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "count", "size"),
+    [(7, 1, 3, 2), (40, 1, 6, 16), (1, 1, 4, 16), (64, 1, 2, 16), (65, 8, 256, 16), (9, 6, 255, 32), (300, 3, 4, 64)],
+)
+def test_sorting_places_every_pair_once(tokens: int, top_k: int, count: int, size: int, how: str):
+    experts, pairs = torch.randint(0, count, (tokens, top_k)), tokens * top_k
+    ids, owner = SORTS[how](experts, count, size)
     assert len(ids) == len(owner) * size
     placed = ids < pairs
     assert sorted(ids[placed].tolist()) == list(range(pairs))
     for block, expert in enumerate(owner.tolist()):
         own = ids[block * size : (block + 1) * size]
-        assert all(int(experts[i, 0]) == expert for i in own[own < pairs])
+        assert all(int(experts.flatten()[i]) == expert for i in own[own < pairs])
         assert expert >= 0 or bool((own == pairs).all())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5).flatmap(lambda k: st.lists(st.lists(st.integers(0, 8), min_size=k, max_size=k), min_size=1)))
+def test_one_launch_sorts_as_many_do(chosen: list[list[int]]):
+    """Experts that nobody chose, and one that all did."""
+    experts = torch.tensor(chosen)
+    for size in (2, 16):
+        for found, expected in zip(*(sort(experts, 9, size) for sort in SORTS.values()), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_every_number_of_rows_and_the_invariant_mode():
