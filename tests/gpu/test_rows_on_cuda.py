@@ -46,3 +46,5 @@ def test_embeddings_and_routes(dtype: str, tokens: int):
     Check(dtype, "cuda").embed(tokens, 20_000, 5120, 1.0, torch.bfloat16)
     for experts, top_k in ((8, 2), (128, 8), (256, 8)):
         Check(dtype, "cuda").route(tokens, experts, top_k)
+    for top_k, hidden in ((8, 2048), (8, 2816), (6, 1030)):
+        Check(dtype, "cuda").combine(tokens, top_k, hidden)

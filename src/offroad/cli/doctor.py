@@ -244,6 +244,7 @@ def sample_problems(dtype: str) -> list[Problem]:
         ]
         made += [Problem(op, phase, dtype, dtype, (("hidden", 2048),)) for op in ("norm", "add_norm", "sandwich_norm")]
         made += [Problem(op, phase, dtype, dtype) for op in ("gated_delta", "output_gate", "route")]
+        made.append(Problem("moe_combine", phase, dtype, dtype, (("hidden", 2048), ("top_k", 8))))
         made += [Problem(op, phase, dtype, dtype) for op in ("attention_block", "mlp_block")]
         parts = (("linear:gate_up", "triton.linear_dense"), ("gated_activation", "triton.gated_activation"))
         gated = Problem("gated_linear", phase, dtype, dtype, linear, frozenset({"silu"}), ("bf16",), parts)

@@ -120,6 +120,8 @@ def usual_problems(dtype: str, device: DeviceProfile) -> Iterator[Problem]:
         yield made("output_gate", heads=6, head_dim=256)
         yield made("gated_delta", ("silu",), **delta)
         yield made("route", experts=128, top_k=8)
+        for features in ((), ("shared",)):
+            yield made("moe_combine", features, hidden=k, top_k=8)
 
 
 def check(

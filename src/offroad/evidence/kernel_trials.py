@@ -83,6 +83,7 @@ def trials(problem: Problem, layout: str, device: torch.device) -> Iterator[Tria
         "linear": _linear, "grouped_linear": _grouped, "embed": _embed, "norm": _norm, "add_norm": _add_norm,
         "sandwich_norm": _sandwich_norm, "gated_activation": _gated_activation, "output_gate": _output_gate,
         "qkv_rope": _qkv_rope, "attention": _attention, "gated_delta": _gated_delta, "route": _route,
+        "moe_combine": _moe_combine,
     }  # fmt: skip
     if problem.op in known:
         yield from known[problem.op](make)
@@ -396,3 +397,11 @@ def _route(make: Maker) -> Iterator[Trial]:
         order = make.random(tokens, experts).argsort(dim=1)
         logits = ((order - experts // 2) / 16).to(make.dtype)
         yield _plain(f"{tokens} x {top_k} of {experts}", logits, top_k, scale, out=tuple)
+
+
+def _moe_combine(make: Maker) -> Iterator[Trial]:
+    hidden, top_k = make.sizes["hidden"], make.sizes["top_k"]
+    for tokens in make.counts():
+        shared = (make.x(tokens, hidden, seed=1), make.x(tokens, 1, seed=2)) if make.has("shared") else (None, None)
+        weights = make.random(tokens, top_k).softmax(-1)
+        yield _plain(f"{tokens} x {top_k} of {hidden}", make.x(tokens, top_k, hidden), weights, *shared)

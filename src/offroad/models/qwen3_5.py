@@ -234,7 +234,7 @@ class Qwen3_5:
     @staticmethod
     def moe_block(layer: LayerOps, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = layer.add_norm(x, residual, layer.tensors["mlp_norm"])
-        mixed = layer.experts(h, *layer.route(layer.linear("router", h)))
-        shared = layer.linear("down", layer.gated_linear(h))
-        mixed = mixed + layer.linear("shared_gate", h).sigmoid() * shared
+        weights, experts = layer.route(layer.linear("router", h))
+        shared, gate = layer.linear("down", layer.gated_linear(h)), layer.linear("shared_gate", h)
+        mixed = layer.experts(h, weights, experts, shared, gate)
         return layer.add_norm(mixed, residual, layer.following)

@@ -119,13 +119,21 @@ class LayerOps:
         """(weights fp32, experts) [tokens, top_k] from the router's logits [tokens, experts]."""
         return self.bounds["route"](logits, self.moe.top_k, self.tensors.get("expert_scale"))
 
-    def experts(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of each token's experts; x [tokens, hidden] -> [tokens, hidden]."""
+    def experts(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, and of a shared one; x [tokens, hidden] -> [tokens, hidden], the
+        others as in `ops.moe.moe_combine`."""
         moe, bounds, linears = self.moe, self.bounds, self.linears
         wide = bounds["grouped_linear:experts_gate_up"](x, experts, linears["experts_gate_up"], moe.experts)
         gated = bounds["gated_activation:experts"](wide.flatten(0, 1), moe.activation).unflatten(0, experts.shape)
         out = bounds["grouped_linear:experts_down"](gated, experts, linears["experts_down"], moe.experts)
-        return (out.float() * weights[..., None]).sum(1).to(x.dtype)
+        return bounds["moe_combine"](out, weights, shared, gate)
 
     def gated_linear(self, x: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up` of the linear gate_up, x [tokens, k] -> [tokens, size]: by its parts, where the plan has

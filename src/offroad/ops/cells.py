@@ -159,6 +159,9 @@ def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
         scaled = any(tensor.target == "expert_scale" for tensor in layer.tensors)
         yield "route", {"experts": moe.experts, "top_k": moe.top_k}, ("expert_scale",) if scaled else ()
         yield "gated_activation:experts", {"size": moe.size}, (moe.activation,)
+        named = {linear.name: linear for linear in layer.linears}
+        sizes = {"hidden": named["router"].k, "top_k": moe.top_k}
+        yield "moe_combine", sizes, ("shared",) if "shared_gate" in named else ()
 
 
 def _sparse_mla(mixer: SparseMlaSpec, block: int) -> Iterator[Needs]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from offroad.ops.linear import TOLERANCE, dense
+from offroad.ops.norm import TOLERANCE as ROUNDED
 from offroad.ops.spec import OpSpec, Tolerance
 from offroad.quant.packed import Packed
 
@@ -31,6 +32,18 @@ def grouped_linear(x: torch.Tensor, experts: torch.Tensor, weight: Packed, count
     return out
 
 
+def moe_combine(
+    parts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """`sum_e weights_e parts_e`, and with a shared expert `+ sigmoid(gate) shared`, in fp32; parts [tokens, top_k,
+    hidden], weights fp32 [tokens, top_k], shared [tokens, hidden] and gate [tokens, 1], or None both -> [tokens,
+    hidden] in the type of parts."""
+    mixed = (parts.float() * weights[..., None]).sum(1)
+    if shared is not None and gate is not None:
+        mixed = mixed + gate.float().sigmoid() * shared.float()
+    return mixed.to(parts.dtype)
+
+
 _SCORE_ROUTE = """(weights fp32, experts int64) [tokens, top_k] of logits [tokens, experts] in fp32, with
 scores = sqrt(softplus(logits)): the experts with the largest score + bias, or those that ids [vocab, top_k] has for the
 token; the scores of these, without the bias, divided by their sum and multiplied by a scale."""
@@ -38,5 +51,6 @@ token; the scores of these, without the bias, divided by their sum and multiplie
 OPS = (
     OpSpec("score_route", _SCORE_ROUTE, None, ROUTE_TOLERANCE),
     OpSpec("route", route.__doc__ or "", route, ROUTE_TOLERANCE),
+    OpSpec("moe_combine", moe_combine.__doc__ or "", moe_combine, ROUNDED),
     OpSpec("grouped_linear", grouped_linear.__doc__ or "", grouped_linear, TOLERANCE),
 )

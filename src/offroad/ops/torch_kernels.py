@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -38,7 +38,7 @@ class TorchKernel:
     def check(self, device: DeviceProfile, problem: Problem) -> Verdict:
         verdict = self.test(device, problem)
         cost = verdict.cost or self.cost
-        return Verdict(verdict.ok, verdict.reason, cost, verdict.layout) if verdict.ok else verdict
+        return replace(verdict, cost=cost) if verdict.ok else verdict
 
     def prepare(self, device: DeviceProfile, problem: Problem) -> Bound:
         return self.function
@@ -108,6 +108,14 @@ def _route(device: DeviceProfile, problem: Problem) -> Verdict:
     return Verdict(True, "softmax and top-k of torch")
 
 
+def _combine(device: DeviceProfile, problem: Problem) -> Verdict:
+    if device.kind != "cuda":
+        return refuse(f"some launches of a GPU; device: {device.kind}")
+    # In fp32: a copy of what experts give, and its product with weights.
+    copies = 2 * torch.float32.itemsize * problem.load.tokens * problem.size("hidden") * problem.size("top_k")
+    return Verdict(True, "torch's products and sums, in fp32", temporary=copies)
+
+
 def register(registry: Registry) -> None:
     """Adds the reference kernel of every op, then torch's own."""
     for op in registry.ops.values():
@@ -123,4 +131,5 @@ def register(registry: Registry) -> None:
     registry.add(TorchKernel("torch.linear", "linear", dense_linear, test=_dense, capturable=True))
     registry.add(TorchKernel("torch.embed", "embed", dense_embed, test=_dense, capturable=True))
     registry.add(TorchKernel("torch.route", "route", moe.route, test=_route, capturable=True))
+    registry.add(TorchKernel("torch.moe_combine", "moe_combine", moe.moe_combine, test=_combine, capturable=True))
     registry.add(TorchKernel("torch.sdpa", "attention", sdpa_attention, test=_sdpa))

@@ -1,5 +1,5 @@
-"""Routing of a mixture of experts: softmax over all experts and the top k of them, one program a token; and the blocks
-in which linears of experts take their pairs (a token and one of its experts)."""
+"""Routing of a mixture of experts: softmax over all experts and the top k of them, one program a token; the blocks in
+which linears of experts take their pairs (a token and one of its experts); and the sum of what these give."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
 
 PAIRS_AT_ONCE = 4096  # that a program reads to find its block
+COLUMNS = 512  # of a program that adds up a token's experts
 
 
 @triton.jit
@@ -67,6 +68,54 @@ def route(logits: torch.Tensor, top_k: int, scale: torch.Tensor | None) -> tuple
             **launching(tokens),
         )
     return weights, chosen
+
+
+@triton.jit
+def combine_kernel(
+    parts, weights, shared, gate, out, shared_stride, gate_stride, hidden,
+    TOP: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, hidden], a program for each token and BLOCK of columns; parts [tokens, TOP, hidden]."""
+    take_turn(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = at < hidden
+    parts += row * TOP * hidden + at
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in tl.static_range(TOP):
+        total += tl.load(parts + i * hidden, mask=live, other=0.0).to(tl.float32) * tl.load(weights + row * TOP + i)
+    if SHARED:
+        behind = tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+        total += tl.load(shared + row * shared_stride + at, mask=live, other=0.0).to(tl.float32) * behind
+    tl.store(out + row * hidden + at, total.to(out.dtype.element_ty), mask=live)
+
+
+def moe_combine(
+    parts: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, gate: torch.Tensor | None
+) -> torch.Tensor:
+    """The contract of `ops.moe.moe_combine`."""
+    tokens, top_k, hidden = parts.shape
+    parts, has = parts.contiguous(), shared is not None and gate is not None
+    out = torch.empty((tokens, hidden), dtype=parts.dtype, device=parts.device)
+    if has and shared.stride(1) != 1:
+        shared = shared.contiguous()
+    if tokens:
+        combine_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
+            parts,
+            weights.contiguous(),
+            shared if has else parts,
+            gate if has else parts,
+            out,
+            shared.stride(0) if has else 0,
+            gate.stride(0) if has else 0,
+            hidden,
+            top_k,
+            has,
+            COLUMNS,
+            num_warps=4,
+            **launching(tokens),
+        )
+    return out
 
 
 @triton.jit(do_not_specialize=["pairs", "count"])
@@ -130,6 +179,11 @@ def variants() -> Iterator[Variant]:
     }
     constants = {"TOP": 8, "SCALED": False, "BLOCK": 256, "WIDTH": 8}
     yield Variant("route 256 of 8", route_kernel, kinds, constants, warps=1)
+    numbers = dict.fromkeys(("shared_stride", "gate_stride", "hidden"), "i32")
+    tensors = dict.fromkeys(("parts", "shared", "gate", "out"), "*bf16") | {"weights": "*fp32"}
+    constants = {"TOP": 8, "SHARED": True, "BLOCK": COLUMNS}
+    aligned = (*tensors, "shared_stride", "hidden")
+    yield Variant("sum of 8 experts and a shared one", combine_kernel, tensors | numbers, constants, aligned=aligned)
     places = {"experts": "*i64", "ids": "*i64", "owner": "*i64", "pairs": "i32", "count": "i32"}
     for pairs, size in ((256, 16), (PAIRS_AT_ONCE, 64)):
         constants = {"SIZE": size, "PAIRS": pairs, "COUNT": 512}

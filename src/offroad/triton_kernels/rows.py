@@ -64,6 +64,8 @@ def register(registry: Registry) -> None:
     registry.add(TritonKernel("triton.embed", "embed", bind, _dense_only, layout="dense"))
     bind, scaled = function("route_jit", "route"), frozenset({"expert_scale"})
     registry.add(TritonKernel("triton.route", "route", bind, at_most("experts", 4096), features=scaled))
+    bind, shared = function("route_jit", "moe_combine"), frozenset({"shared"})
+    registry.add(TritonKernel("triton.moe_combine", "moe_combine", bind, features=shared))
 
 
 def register_rope_attention(registry: Registry) -> None:

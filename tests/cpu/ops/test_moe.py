@@ -137,7 +137,7 @@ def test_the_block_is_transformers(tokens: int, scaled: bool):
         "experts_down": dense(down),
     }
     ops = default_registry().ops
-    bounds = {name: ops[name].reference for name in ("add_norm", "route", "gated_activation")}
+    bounds = {name: ops[name].reference for name in ("add_norm", "route", "gated_activation", "moe_combine")}
     bounds["gated_activation:experts"] = bounds["gated_activation"]
     for name in linears:
         op = "grouped_linear" if name.startswith("experts") else "linear"

@@ -87,6 +87,12 @@ class Check:
         ids = torch.randint(vocab, (tokens,), generator=self.random, device=self.device)
         self.op("embed", ids, Packed("dense", vocab, hidden, {"w": table}), scale, self.dtype)
 
+    def combine(self, tokens: int, top_k: int, hidden: int) -> None:
+        parts, weights = self.normal(tokens, top_k, hidden), self.normal(tokens, top_k, dtype=torch.float32).softmax(-1)
+        wider = self.normal(tokens, hidden + 8)  # rows that do not follow one another
+        self.op("moe_combine", parts, weights, None, None)
+        self.op("moe_combine", parts, weights, wider[:, :hidden], wider[:, hidden : hidden + 1])
+
     def route(self, tokens: int, experts: int, top_k: int) -> None:
         logits = self.normal(tokens, experts, dtype=torch.float32).to(self.dtype)
         # Equal logits have no order that the reference keeps: made distinct in every dtype.

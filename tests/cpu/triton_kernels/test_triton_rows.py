@@ -53,6 +53,12 @@ def test_routes(dtype: str, experts: int, top_k: int):
     Check(dtype).route(3, experts, top_k)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "top_k", "hidden"), [(1, 8, 512), (3, 1, 96), (5, 6, 1030)])
+def test_sums_of_experts(dtype: str, tokens: int, top_k: int, hidden: int):
+    Check(dtype).combine(tokens, top_k, hidden)
+
+
 def test_equal_logits_choose_the_first_experts_and_nan_some_that_exist():
     kernel = default_registry().kernels["triton.route"].prepare(None, Problem("route", "decode", "float32"))
     weights, experts = kernel(torch.zeros(1, 6), 3, None)
@@ -67,6 +73,7 @@ def test_no_tokens():
     check = Check("bfloat16")
     check.op("norm", check.normal(0, 64), check.weight(64), EPS)
     check.op("gated_activation", check.normal(0, 64), "silu")
+    check.op("moe_combine", check.normal(0, 4, 64), check.normal(0, 4, dtype=torch.float32), None, None)
 
 
 def test_a_row_has_the_same_bits_alone_and_among_others():
