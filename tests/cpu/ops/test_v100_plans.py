@@ -25,7 +25,7 @@ MODELS = {
 # Models whose weights and windows leave no room for a context on one card of 32 GB, by cache.
 TOO_LARGE = {("Qwen3.5-27B FP8", "auto"), ("Qwen3.5-27B FP8", "fp8_e5m2"), ("Gemma-4-31B W4A16", "auto")}
 # What torch's own kernels compute there (docs/perf/volta.md), and blocks made of other cells.
-TORCHS = {"torch.embed", "torch.route", "parts.attention_block", "parts.mlp_block"}
+TORCHS = {"torch.embed", "torch.route", "torch.moe_combine", "parts.attention_block", "parts.mlp_block"}
 
 
 @cache
