@@ -19,7 +19,7 @@ from linear_cases import FORMATS, check, random_weight  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.ops.moe import grouped_linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
-from offroad.triton_kernels.linear_grouped import grouped  # noqa: E402
+from offroad.triton_kernels.linear_grouped import grouped, sort, sort_many  # noqa: E402
 from offroad.triton_kernels.linear_pack import dequantised_rows, pack  # noqa: E402
 from offroad.triton_kernels.linear_run import run  # noqa: E402
 
@@ -82,6 +82,16 @@ def test_experts(layout: str, group: int, sym: bool, tokens: int):
     experts = torch.rand(tokens, count, device=DEVICE).topk(top_k, dim=-1).indices
     x = torch.randn(tokens, k, device=DEVICE).bfloat16()
     check(grouped(x, experts, mine, count), grouped_linear(x.float(), experts, weight, count), "bfloat16")
+
+
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 8), (9, 8), (16, 8), (60, 2), (65, 6), (511, 8), (512, 8)])
+def test_pairs_are_put_in_blocks_as_by_torch(tokens: int, top_k: int):
+    for count in (8, 255, 256):
+        for size in (16, 64):
+            experts = torch.rand(tokens, count, device=DEVICE).topk(top_k, dim=-1).indices
+            for chosen in (experts, torch.full_like(experts, count - 1)):
+                found, expected = sort(chosen, count, size), sort_many(chosen, count, size)
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("tokens", [3, 40])

@@ -78,9 +78,11 @@ def live(spec: ModelSpec, device: DeviceProfile, settings: Settings, itemsize: i
     # A gated activation makes half as many numbers of what it reads; other ops at most as many.
     gated = max((3 * n // 2 for name, n in linears if name.endswith("gate_up")), default=0)
     others = max([3 * held, *(2 * n for name, n in linears if not name.endswith("gate_up"))])
-    # Of experts: what gate_up gives, its activation, and what down makes of it, on CPUs in fp32 and twice more.
-    wide = (3 if widens else 1) * spec.hidden
-    pairs = max(((3 * layer.moe.size + wide) * layer.moe.top_k for layer in spec.layers if layer.moe), default=0)
+    # Of experts: what gate_up gives, its activation, what down makes of it (on CPUs in fp32, and twice more), the
+    # pair's weight and number; and beside them what the router read, a shared expert's output and the sum.
+    wide = (3 if widens else 1) * spec.hidden + 12 // itemsize
+    experts = ((3 * layer.moe.size + wide) * layer.moe.top_k for layer in spec.layers if layer.moe)
+    pairs = max((each + 2 * spec.hidden for each in experts), default=0)
     if widens:
         gated = gated * 4 // 3
     streams = max(layer.hyper.streams if isinstance(layer, HyperLayerSpec) else 1 for layer in spec.layers)

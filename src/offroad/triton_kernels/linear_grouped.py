@@ -12,7 +12,7 @@ import torch
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
-from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, blocks
+from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, blocks, room
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -33,7 +33,7 @@ def _alone(pairs: int, size: int, device: torch.device) -> torch.Tensor:
 def sort(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [blocks * size], owner [blocks]), both int64: pairs in blocks of one expert each, a pair's index being its
     place in `experts` [tokens, top_k]; places without a pair hold tokens * top_k, blocks without any expert -1."""
-    if experts.numel() <= PAIRS_AT_ONCE:
+    if room(*experts.shape) <= PAIRS_AT_ONCE:
         return blocks(experts, count, size, blocks_of(experts.numel(), count, size))
     return sort_many(experts, count, size)
 
@@ -87,5 +87,5 @@ def grouped(
     else:
         ids, owner = sort(experts, count, at.m)
     per_token = top_k if x.ndim == 2 else 1
-    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token)
+    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token, tokens=experts.shape[0])
     return y

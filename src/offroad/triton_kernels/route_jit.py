@@ -12,7 +12,8 @@ import triton.language as tl
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
 
-PAIRS_AT_ONCE = 4096  # that a program reads to find its block
+PAIRS_AT_ONCE = 4096  # that a program reads to find its block, those that are not there (`room`) included
+WARPS = {False: 4, True: 8}  # of such a program, for up to 1,024 and for more
 COLUMNS = 512  # of a program that adds up a token's experts
 
 
@@ -145,13 +146,18 @@ def blocks_kernel(
     tl.store(owner + block, tl.where(mine < count, mine, -1).to(tl.int64))
 
 
+def room(tokens: int, top_k: int) -> int:
+    """Pairs that a program reads. By tokens and by top_k: the prepare phase compiles for numbers of tokens around
+    powers of two."""
+    return triton.next_power_of_2(tokens) * triton.next_power_of_2(top_k)
+
+
 def blocks(experts: torch.Tensor, count: int, size: int, many: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `linear_grouped.sort`, for `many` blocks and up to `PAIRS_AT_ONCE` pairs, in one launch."""
-    tokens, top_k = experts.shape
+    """The contract of `linear_grouped.sort`, for `many` blocks and `room` for up to `PAIRS_AT_ONCE` pairs, in one
+    launch."""
+    tokens, pairs = experts.shape[0], room(*experts.shape)
     ids = torch.empty(many * size, dtype=torch.int64, device=experts.device)
     owner = torch.empty(many, dtype=torch.int64, device=experts.device)
-    # By tokens and by top_k: the prepare phase compiles for numbers of tokens around powers of two.
-    most = triton.next_power_of_2(tokens) * triton.next_power_of_2(top_k)
     blocks_kernel[(many,)](
         experts.contiguous(),
         ids,
@@ -159,9 +165,9 @@ def blocks(experts: torch.Tensor, count: int, size: int, many: int) -> tuple[tor
         experts.numel(),
         count,
         size,
-        most,
+        pairs,
         triton.next_power_of_2(count + 1),
-        num_warps=4,
+        num_warps=WARPS[pairs > 1024],
         **launching(tokens),
     )
     return ids, owner
@@ -187,4 +193,5 @@ def variants() -> Iterator[Variant]:
     places = {"experts": "*i64", "ids": "*i64", "owner": "*i64", "pairs": "i32", "count": "i32"}
     for pairs, size in ((256, 16), (PAIRS_AT_ONCE, 64)):
         constants = {"SIZE": size, "PAIRS": pairs, "COUNT": 512}
-        yield Variant(f"blocks of {size} of {pairs} pairs", blocks_kernel, places, constants, warps=4)
+        name, aligned = f"blocks of {size} of {pairs} pairs", ("experts", "ids", "owner")
+        yield Variant(name, blocks_kernel, places, constants, WARPS[pairs > 1024], aligned=aligned)

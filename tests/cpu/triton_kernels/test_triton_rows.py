@@ -81,6 +81,10 @@ def test_a_row_has_the_same_bits_alone_and_among_others():
     x, weight = check.normal(6, 1000), check.weight(1000)
     norm = default_registry().kernels["triton.norm"].prepare(None, Problem("norm", "decode", "bfloat16"))
     assert torch.equal(norm(x, weight, EPS)[4:5], norm(x[4:5].clone(), weight, EPS))
+    problem = Problem("moe_combine", "decode", "bfloat16")
+    combine = default_registry().kernels["triton.moe_combine"].prepare(None, problem)
+    all_of = (check.normal(6, 8, 1030), check.normal(6, 8, dtype=torch.float32), x[:, :1].repeat(1, 1030), x[:, 1:2])
+    assert torch.equal(combine(*all_of)[4:5], combine(*(t[4:5].clone() for t in all_of)))
 
 
 def test_what_they_refuse():
