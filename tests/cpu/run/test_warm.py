@@ -71,6 +71,13 @@ def test_kernels_share_what_was_planned(answers: dict[str, dict], name: str):
         assert (asked, planned) == (piece, max(piece, least))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_are_what_was_planned(answers: dict[str, dict], name: str):
+    made, planned = answers[name]["live"]
+    assert made <= planned
+    assert planned < 3 * made
+
+
 def test_a_kernel_is_compiled_once_and_then_found_on_disk(answers: dict[str, dict]):
     assert answers["compiled"]["counts"] == [[2, 2, 0], [2, 0, 2]]  # collected, compiled, from disk
     assert answers["compiled"]["reports"] == [[1, 2], [2, 2]] * 2

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from live_bytes import LiveBytes
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -21,11 +22,12 @@ from offroad.ops.bound import Ops
 from offroad.ops.capture import GraphPlan
 from offroad.ops.plan import Plan
 from offroad.ops.registry import default_registry, packers
+from offroad.ops.workspace import live
 from offroad.run.bind import prepare
 from offroad.run.chunk_graphs import ChunkGraphs
 from offroad.run.graphs import Graphs
 from offroad.run.runner import Runner
-from offroad.run.warm import Parts, Twins, gather
+from offroad.run.warm import Parts, Shape, Twins, gather
 from offroad.schedule.step import Kind, Step, Want
 from offroad.settings import Settings
 from offroad.speculate.config import drafting
@@ -54,7 +56,7 @@ CASES: dict[str, tuple[str, dict, str, dict]] = {
         "qwen3.5-35b-a3b",
         SMALL
         | QWEN
-        | dict(num_hidden_layers=4, mtp_num_hidden_layers=0, num_experts=8, num_experts_per_tok=2)
+        | dict(num_hidden_layers=4, mtp_num_hidden_layers=0, num_experts=16, num_experts_per_tok=8)
         | dict(moe_intermediate_size=64, shared_expert_intermediate_size=64),
         "w4a16-g32",
         TRITON,
@@ -104,6 +106,7 @@ def runner_of(name: str) -> tuple[Plan, Runner]:
     graphs, plan = plan.graphs, replace(plan, graphs=GraphPlan())
     runner = Runner(plan, spec, resolved.model(), weights, prepare(plan, default_registry()), device)
     runner.graph_plan = graphs
+    runner.live = live(spec, plan.device, settings, 2)
     return plan, runner
 
 
@@ -167,6 +170,19 @@ def shared_memory(plan: Plan) -> tuple[int, int, int, int]:
     return asked, plan.memory.workspaces.kept, max(pieces, default=0), split_bytes(plan.device.units)
 
 
+def activations(plan: Plan, runner: Runner) -> tuple[int, int]:
+    """(bytes that live at once in a step of as many tokens as it may have, all of prompts, what is planned for it)."""
+    tokens, twins = plan.chunk, Twins()
+    ops = twins(runner.ops["prefill"])
+    rows = Twins()(Shape((), (plan.max_len, tokens - plan.max_len)).rows(runner.arrays))
+    with torch.inference_mode(), warm.collect(warm.Launches()):
+        runner.model.forward(rows, ops)  # makes what kernels share, and what is kept
+        with LiveBytes() as made:
+            runner.model.forward(rows, ops)
+    taken = [(cell.op, choice.temporary) for cell, choice in plan.cells.items()]
+    return made.most, tokens * runner.live.most + runner.live.beside(tokens, taken)
+
+
 def closed(name: str, count: int) -> dict:
     plan, runner = runner_of(name)
     proposer = runner.drafting.proposer if runner.drafting is not None else None
@@ -184,6 +200,7 @@ def closed(name: str, count: int) -> dict:
         "scored": sorted(scored),
         "missing": sorted(asked.keys() - names),
         "shared": shared_memory(plan),
+        "live": activations(plan, runner),
         "unused": len(names - asked.keys()),
         "gates": sorted({key.partition("GATE=('constexpr', '")[2].partition("'")[0] for key in names} - {""}),
         "widths": sorted({key.partition("BM=('constexpr', ")[2].partition(")")[0] for key in names} - {""}),
