@@ -8,7 +8,8 @@ Each file of tests (a long one in two halves), the scripts of launches under com
 and `offroad doctor --kernels`. `--as` runs tests as another GPU would (see conftest.py), and nothing else. `--only`
 names checks, or parts of their names. A check that is not over after `--limit` seconds is ended, with all that it has
 started, and counts as failed. What each printed is in a file of its own in `--logs`. The exit code is 1 if any failed.
-Besides these there are real weights (real_weights.py) and mixed load (benchmarks/soak.py).
+V100's kernels are among them: where NVRTC is of CUDA 13 they need build/nvrtc beside (docs/perf/volta.md). Besides
+these there are real weights (real_weights.py) and mixed load (benchmarks/soak.py).
 """
 
 from __future__ import annotations

@@ -130,6 +130,7 @@ class LayerOps:
         """The weighted sum of each token's experts, and of a shared one; x [tokens, hidden] -> [tokens, hidden], the
         others as in `ops.moe.moe_combine`."""
         moe, bounds, linears = self.moe, self.bounds, self.linears
+        # One name for what each kernel reads: the one before is free again while the next runs.
         x = bounds["grouped_linear:experts_gate_up"](x, experts, linears["experts_gate_up"], moe.experts)
         x = bounds["gated_activation:experts"](x.flatten(0, 1), moe.activation).unflatten(0, experts.shape)
         out = bounds["grouped_linear:experts_down"](x, experts, linears["experts_down"], moe.experts)

@@ -66,9 +66,10 @@ def by_library(device: DeviceProfile) -> bool:
 
 
 def too_old(device: DeviceProfile) -> str | None:
-    """Of libraries that lack cuBLASLt's products, where the Triton kernel's would gain nothing: 8,192 tokens by gate_up
-    of Qwen3.5-27B on an H200 are 625 TFLOP/s so, 670 with weights widened to bf16, 1,075 by cuBLASLt."""
-    if device.source == "file":  # of a device that is not here, whose libraries are not known
+    """Of libraries that lack cuBLASLt's products where they are taken: the Triton kernel's would gain nothing there,
+    8,192 tokens by gate_up of Qwen3.5-27B on an H200 are 596 TFLOP/s so, 671 with weights widened to bf16, 1,069 by
+    cuBLASLt (benchmarks/kernels_linear.py --w8a8 --rows 8192)."""
+    if not by_library(device) or device.source == "file":  # a file's device is not here: its libraries are not known
         return None
     for tool, oldest in OLDEST.items():
         there = device.tool(tool)
@@ -85,7 +86,7 @@ def _w8a8_limits(device: DeviceProfile, problem: Problem) -> str | None:
     n, k, part = problem.size("n"), problem.size("k"), dict(problem.sizes).get("part", 0)
     if not (device.has("mma_fp8") or device.has("wgmma_fp8")):
         return f"needs matrix units for e4m3, which GPUs have from compute capability 8.9 on; device: {device.name}"
-    if by_library(device) and (reason := too_old(device)):
+    if reason := too_old(device):
         return reason
     if set(problem.stored) != {FP8_BLOCKS}:
         return f"reads {FP8_BLOCKS}; stored: {', '.join(sorted(set(problem.stored))) or 'nothing'}"

@@ -43,7 +43,7 @@ def _rounded(x, NATIVE: tl.constexpr):
     finite = tl.min((size < float("inf")).to(tl.int32), axis=1) == 1
     most = tl.maximum(tl.max(tl.where(size < float("inf"), size, 0.0), axis=1), LEAST)
     y = tl.where(finite[:, None], x * tl.div_rn(LARGEST, most)[:, None], 0.0)
-    codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode(y, 3, 7, 448.0)
+    codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True) if NATIVE else encode(y, 3, 7, LARGEST)
     return codes, tl.where(finite, tl.div_rn(most, LARGEST), float("nan"))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
-from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, blocks, room
+from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, room, sort_few
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -34,7 +34,7 @@ def sort(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tensor, to
     """(ids [blocks * size], owner [blocks]), both int64: pairs in blocks of one expert each, a pair's index being its
     place in `experts` [tokens, top_k]; places without a pair hold tokens * top_k, blocks without any expert -1."""
     if room(*experts.shape) <= PAIRS_AT_ONCE:
-        return blocks(experts, count, size, blocks_of(experts.numel(), count, size))
+        return sort_few(experts, count, size, blocks_of(experts.numel(), count, size))
     return sort_many(experts, count, size)
 
 
@@ -47,10 +47,10 @@ def sort_many(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tenso
     ends = needed.cumsum(0)
     owners, order = flat.sort(stable=True)
     rank = torch.arange(pairs, device=device) - (sizes.cumsum(0) - sizes)[owners]
-    many = blocks_of(pairs, count, size)
-    ids = torch.full((many * size,), pairs, dtype=torch.int64, device=device)
+    blocks = blocks_of(pairs, count, size)
+    ids = torch.full((blocks * size,), pairs, dtype=torch.int64, device=device)
     ids[(ends - needed)[owners] * size + rank] = order
-    owner = torch.searchsorted(ends, torch.arange(many, device=device), right=True)
+    owner = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True)
     return ids, torch.where(owner < count, owner, -1)
 
 
@@ -78,8 +78,8 @@ def grouped(
     it = stored(weight)
     alone = pairs <= PAIRS and not invariant
     rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
-    many = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, many, on or card(x.device), x.dtype, True, it.summed)
+    blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
+    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype, True, it.summed)
     if invariant:
         at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
     if alone:
@@ -87,5 +87,5 @@ def grouped(
     else:
         ids, owner = sort(experts, count, at.m)
     per_token = top_k if x.ndim == 2 else 1
-    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token, tokens=experts.shape[0])
+    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token)
     return y

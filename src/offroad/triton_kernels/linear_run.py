@@ -247,10 +247,8 @@ def launch(
     owner: torch.Tensor | None = None,
     per_token: int = 1,
     gate: str = "",
-    tokens: int | None = None,
 ) -> None:
-    """One launch: y [rows, n] of `blocks` blocks of tokens, or [rows, n / 2] with the gated activation `gate`.
-    `tokens`: of the step, if they are not `rows`."""
+    """One launch: y [rows, n] of `blocks` blocks of tokens, or [rows, n / 2] with the gated activation `gate`."""
     rows = y.shape[0]
     tiles, programs, split = at.grid(n, weight.k)
     partial = arrived = y
@@ -289,7 +287,7 @@ def launch(
         ASM=not INTERPRETED and x.dtype != torch.float32,
         num_warps=at.warps,
         maxnreg=at.registers,
-        **launching(rows if tokens is None else tokens),
+        **launching(x.shape[0]),
     )
 
 

@@ -13,7 +13,6 @@ from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
 
 PAIRS_AT_ONCE = 4096  # that a program reads to find its block, those that are not there (`room`) included
-WARPS = {False: 4, True: 8}  # of such a program, for up to 1,024 and for more
 COLUMNS = 512  # of a program that adds up a token's experts
 
 
@@ -96,22 +95,21 @@ def moe_combine(
 ) -> torch.Tensor:
     """The contract of `ops.moe.moe_combine`."""
     tokens, top_k, hidden = parts.shape
-    parts, has = parts.contiguous(), shared is not None and gate is not None
     out = torch.empty((tokens, hidden), dtype=parts.dtype, device=parts.device)
-    if has and shared.stride(1) != 1:
+    if shared is not None and shared.stride(1) != 1:
         shared = shared.contiguous()
     if tokens:
         combine_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
-            parts,
+            parts.contiguous(),
             weights.contiguous(),
-            shared if has else parts,
-            gate if has else parts,
+            shared,
+            gate,
             out,
-            shared.stride(0) if has else 0,
-            gate.stride(0) if has else 0,
+            0 if shared is None else shared.stride(0),
+            0 if gate is None else gate.stride(0),
             hidden,
             top_k,
-            has,
+            shared is not None,
             COLUMNS,
             num_warps=4,
             **launching(tokens),
@@ -120,7 +118,7 @@ def moe_combine(
 
 
 @triton.jit(do_not_specialize=["pairs", "count"])
-def blocks_kernel(
+def sort_kernel(
     experts, ids, owner, pairs, count,
     SIZE: tl.constexpr, PAIRS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -152,13 +150,18 @@ def room(tokens: int, top_k: int) -> int:
     return triton.next_power_of_2(tokens) * triton.next_power_of_2(top_k)
 
 
-def blocks(experts: torch.Tensor, count: int, size: int, many: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract of `linear_grouped.sort`, for `many` blocks and `room` for up to `PAIRS_AT_ONCE` pairs, in one
+def _warps(pairs: int) -> int:
+    """Of such a program, so that registers suffice."""
+    return 8 if pairs > 1024 else 4
+
+
+def sort_few(experts: torch.Tensor, count: int, size: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract of `linear_grouped.sort`, into so many blocks, for `room` of up to `PAIRS_AT_ONCE` pairs: one
     launch."""
     tokens, pairs = experts.shape[0], room(*experts.shape)
-    ids = torch.empty(many * size, dtype=torch.int64, device=experts.device)
-    owner = torch.empty(many, dtype=torch.int64, device=experts.device)
-    blocks_kernel[(many,)](
+    ids = torch.empty(blocks * size, dtype=torch.int64, device=experts.device)
+    owner = torch.empty(blocks, dtype=torch.int64, device=experts.device)
+    sort_kernel[(blocks,)](
         experts.contiguous(),
         ids,
         owner,
@@ -167,7 +170,7 @@ def blocks(experts: torch.Tensor, count: int, size: int, many: int) -> tuple[tor
         size,
         pairs,
         triton.next_power_of_2(count + 1),
-        num_warps=WARPS[pairs > 1024],
+        num_warps=_warps(pairs),
         **launching(tokens),
     )
     return ids, owner
@@ -194,4 +197,4 @@ def variants() -> Iterator[Variant]:
     for pairs, size in ((256, 16), (PAIRS_AT_ONCE, 64)):
         constants = {"SIZE": size, "PAIRS": pairs, "COUNT": 512}
         name, aligned = f"blocks of {size} of {pairs} pairs", ("experts", "ids", "owner")
-        yield Variant(name, blocks_kernel, places, constants, WARPS[pairs > 1024], aligned=aligned)
+        yield Variant(name, sort_kernel, places, constants, _warps(pairs), aligned=aligned)

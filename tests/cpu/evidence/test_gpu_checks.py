@@ -72,7 +72,7 @@ def test_the_exit_code_tells_whether_any_failed(commands, code: int, checks, tmp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert checks.main(["--logs", str(tmp_path)]) == code
-    assert f"{1} of {len(made)} checks passed" in capsys.readouterr().out
+    assert f"1 of {len(made)} checks passed" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
