@@ -31,6 +31,7 @@ import torch
 HERE = Path(__file__).parent
 TESTS = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
 LONG = {"gated_delta_on_cuda": "cuts"}  # file of tests, and what names about a half of them
+ALONE = {"chunk_graphs_on_cuda"}  # looks at the device's free memory, of which others would take
 NOTHING = 5  # pytest's exit code: all of a file is for other GPUs
 # Scripts of launches, and flags of the sanitizer: Hopper's kernels ask the driver what it may refuse.
 RACES = {"triton_race": (), "hopper_race": ("--report-api-errors", "no"), "sm70_race": ()}
@@ -120,13 +121,15 @@ def run(check: Check, folder: Path, limit: float) -> Outcome:
 def run_all(
     checks: list[Check], folder: Path, lanes: int, limit: float, report: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """So many at once, in their order; `report` has each as it ends."""
+    """So many at once, in their order, but those that must be alone before the others; `report` has each as it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     found = []
-    with ThreadPoolExecutor(lanes) as pool:
-        for future in as_completed([pool.submit(run, check, folder, limit) for check in checks]):
-            found.append(future.result())
-            report(found[-1])
+    for alone, at_once in ((True, 1), (False, lanes)):
+        with ThreadPoolExecutor(at_once) as pool:
+            some = [pool.submit(run, check, folder, limit) for check in checks if (check.name in ALONE) is alone]
+            for future in as_completed(some):
+                found.append(future.result())
+                report(found[-1])
     return found
 
 
