@@ -16,12 +16,18 @@ sys.path.append(str(Path(__file__).parents[1] / "cpu" / "triton_kernels"))
 
 from linear_cases import FORMATS, check, random_weight  # noqa: E402
 
+from offroad.models.spec import MoeSpec  # noqa: E402
+from offroad.ops import blocks  # noqa: E402
+from offroad.ops.bound import LayerOps  # noqa: E402
 from offroad.ops.linear import linear  # noqa: E402
 from offroad.ops.moe import grouped_linear  # noqa: E402
 from offroad.quant.packed import Packed  # noqa: E402
+from offroad.triton_kernels import linear_grouped  # noqa: E402
+from offroad.triton_kernels.elementwise_jit import gated_activation  # noqa: E402
 from offroad.triton_kernels.linear_grouped import grouped, sort, sort_many  # noqa: E402
 from offroad.triton_kernels.linear_pack import dequantised_rows, pack  # noqa: E402
-from offroad.triton_kernels.linear_run import run  # noqa: E402
+from offroad.triton_kernels.linear_run import card, run  # noqa: E402
+from offroad.triton_kernels.route_jit import moe_combine  # noqa: E402
 
 DTYPES = ("bfloat16", "float16", "float32")
 DEVICE = torch.device("cuda")
@@ -82,6 +88,29 @@ def test_experts(layout: str, group: int, sym: bool, tokens: int):
     experts = torch.rand(tokens, count, device=DEVICE).topk(top_k, dim=-1).indices
     x = torch.randn(tokens, k, device=DEVICE).bfloat16()
     check(grouped(x, experts, mine, count), grouped_linear(x.float(), experts, weight, count), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layout", "group", "sym"), [*FORMATS, ("dense", 0, True)])
+def test_all_of_experts_by_one_op(layout: str, group: int, sym: bool, dtype: str):
+    """To the bit what linears, activation and sum give one after the other; with a shared expert, and without."""
+    count, top_k, hidden, size, kind = 32, 8, 1024, 256, getattr(torch, dtype)
+    linears = {}
+    for name, n, k in (("experts_gate_up", 2 * size, hidden), ("experts_down", hidden, size)):
+        if layout == "dense":
+            w = (torch.randn(count * n, k, device=DEVICE) / k**0.5).to(kind)
+            linears[name] = Packed("dense", count * n, k, {"w": w})
+        else:
+            linears[name] = pack(real_weight(layout, count * n, k, group, sym))
+    bounds = {f"grouped_linear:{name}": grouped for name in linears}
+    bounds |= {"gated_activation:experts": gated_activation, "moe_combine": moe_combine}
+    layer = LayerOps(bounds, linears, {}, 1e-6, moe=MoeSpec(count, top_k, size, "silu"))
+    for tokens in (1, 8, 9, 33, 200, 600):
+        x, shared = (torch.randn(tokens, hidden, device=DEVICE).to(kind) for _ in range(2))
+        weights, chosen = torch.rand(tokens, count, device=DEVICE).softmax(-1).topk(top_k, dim=-1)
+        mixed = (shared, x[:, :1]) if tokens % 2 else (None, None)
+        found = linear_grouped.experts(x, weights, chosen, *mixed, layer, on=card(DEVICE))
+        assert torch.equal(found, blocks.experts(x, weights, chosen, *mixed, layer))
 
 
 @pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (1, 8), (9, 8), (16, 8), (60, 2), (65, 6), (511, 8), (512, 8)])

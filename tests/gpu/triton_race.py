@@ -134,15 +134,16 @@ def run_fp8() -> int:
 
 
 def run_experts() -> int:
-    count, n, k = 8, 96, 1024
+    count, n, k = 8, 128, 1024
     for layout, weight in (
         ("affine4", pack(moved(random_weight("affine4", count * n, k, 128)))),
         ("dense", dense(count * n, k)),
     ):
         for tokens in (1, 5, 60):
             x, chosen = torch.randn(tokens, k).bfloat16().cuda(), torch.rand(tokens, count).topk(2, dim=-1).indices
-            said(f"experts, {layout}, {tokens} tokens", grouped(x, chosen.cuda(), weight, count))
-    return 6
+            for gate in ("", "silu"):
+                said(f"experts, {layout}, {tokens} tokens {gate}", grouped(x, chosen.cuda(), weight, count, gate=gate))
+    return 12
 
 
 def dense(n: int, k: int) -> Packed:

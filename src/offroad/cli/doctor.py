@@ -249,6 +249,14 @@ def sample_problems(dtype: str) -> list[Problem]:
         parts = (("linear:gate_up", "triton.linear_dense"), ("gated_activation", "triton.gated_activation"))
         gated = Problem("gated_linear", phase, dtype, dtype, linear, frozenset({"silu"}), ("bf16",), parts)
         made.append(gated)
+        parts = (
+            ("grouped_linear:experts_gate_up", "triton.grouped_dense"),
+            ("gated_activation:experts", "triton.gated_activation"),
+            ("grouped_linear:experts_down", "triton.grouped_dense"),
+            ("moe_combine", "triton.moe_combine"),
+        )
+        sizes = (*linear, ("experts", 8), ("hidden", 2048), ("top_k", 2))
+        made.append(Problem("experts", phase, dtype, dtype, sizes, frozenset({"silu"}), ("bf16",), parts))
         parts = (("qkv_rope", "triton.qkv_rope"), ("attention", "triton.paged_decode"))
         sizes = (*attention, ("rope_dim", 64))
         made.append(Problem("rope_attention", phase, dtype, dtype, sizes, parts=parts))

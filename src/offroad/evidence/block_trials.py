@@ -14,6 +14,7 @@ import torch
 from offroad.device.profile import DeviceProfile
 from offroad.evidence.kernel_trials import (
     EPS,
+    MOST_EXPERTS,
     Maker,
     Outputs,
     Trial,
@@ -23,7 +24,7 @@ from offroad.evidence.kernel_trials import (
     pages,
     rows_of,
 )
-from offroad.models.spec import FfnSpec
+from offroad.models.spec import FfnSpec, MoeSpec
 from offroad.ops.bound import LayerOps
 from offroad.ops.cells import Choice
 from offroad.ops.rope import rope_table
@@ -36,20 +37,28 @@ Parts = tuple[tuple[str, Choice], ...]  # a block's parts as its problem names t
 def block_trials(
     problem: Problem, parts: Parts, registry: Registry, device: DeviceProfile, place: torch.device
 ) -> Iterator[Trial]:
-    """The trials of an `attention_block`, a `rope_attention`, an `mlp_block` or a `gated_linear`."""
+    """The trials of an `attention_block`, a `rope_attention`, an `mlp_block`, a `gated_linear` or of `experts`."""
     chosen = dict(parts)
     bounds = {name: registry.kernels[c.kernel].prepare(device, c.problem) for name, c in chosen.items()}
     make = {name: Maker(choice.problem, choice.layout, place) for name, choice in chosen.items()}
     linears = {
-        name.partition(":")[2]: _weight(m, chosen[name]) for name, m in make.items() if name.startswith("linear:")
+        name.partition(":")[2]: _weight(m, chosen[name])
+        for name, m in make.items()
+        if name.startswith(("linear:", "grouped_linear:"))
     }
     layer = LayerOps(bounds, linears, {}, EPS)
-    known = {"attention_block": _attention, "rope_attention": _attention, "mlp_block": _mlp, "gated_linear": _gated}
+    known = {
+        "attention_block": _attention, "rope_attention": _attention, "mlp_block": _mlp, "gated_linear": _gated,
+        "experts": _experts,
+    }  # fmt: skip
     yield from known[problem.op](make, layer)
 
 
 def _weight(make: Maker, choice: Choice) -> Packed:
-    return laid_out(canonical(make, make.sizes["n"]), choice.layout, make.dtype)
+    """The weight, or that of the first few experts."""
+    n, experts = make.sizes["n"], make.sizes.get("experts")
+    rows = n // experts * min(experts, MOST_EXPERTS) if experts else n
+    return laid_out(canonical(make, rows), choice.layout, make.dtype)
 
 
 def _scale(make: Maker, size: int, seed: int) -> torch.Tensor:
@@ -117,4 +126,25 @@ def _gated(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
             f"{tokens} x {wide.sizes['k']:,} by {gate.sizes['size']:,}",
             lambda bound, widened, x=x: (bound(x, layer),),
             lambda bound, x=x: bound(x, layer),
+        )
+
+
+def _experts(make: dict[str, Maker], layer: LayerOps) -> Iterator[Trial]:
+    wide, gate = make["grouped_linear:experts_gate_up"], make["gated_activation:experts"]
+    combine, k = make["moe_combine"], wide.sizes["k"]
+    count = min(wide.sizes["experts"], MOST_EXPERTS)
+    top_k = min(combine.sizes["top_k"], count)
+    moe = MoeSpec(count, top_k, gate.sizes["size"], next(iter(gate.problem.features)))
+    layer = replace(layer, moe=moe)
+    for tokens in wide.counts():
+        generator = torch.Generator().manual_seed(tokens)
+        chosen = torch.rand(tokens, count, generator=generator).topk(top_k).indices.to(wide.device)
+        weights = wide.random(tokens, top_k).softmax(-1)
+        x, shared = wide.x(tokens, k), (None, None)
+        if combine.has("shared"):
+            shared = wide.x(tokens, k, seed=1), wide.x(tokens, 1, seed=2)
+        yield Trial(
+            f"{tokens} x {top_k} of {count} experts, {k:,} by {moe.size:,}",
+            lambda bound, widened, x=x, w=weights, e=chosen, s=shared: (bound(x, w, e, *s, layer),),
+            lambda bound, x=x, w=weights, e=chosen, s=shared: bound(x, w, e, *s, layer),
         )

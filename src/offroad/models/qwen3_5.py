@@ -161,10 +161,8 @@ class _Layers:
         else:
             linears += parts.mlp(f"{at}.mlp.shared_expert", size, hidden)
             linears += parts.experts(f"{at}.mlp.experts", moe, hidden)
-            linears += (
-                LinearSpec("router", ((f"{at}.mlp.gate", moe.experts),), hidden),
-                LinearSpec("shared_gate", ((f"{at}.mlp.shared_expert_gate", 1),), hidden),
-            )
+            router = ((f"{at}.mlp.gate", moe.experts), (f"{at}.mlp.shared_expert_gate", 1))
+            linears += (LinearSpec("router", router, hidden),)
         norms = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
         tensors += parts.norms(at, norms, hidden, "plus_one")
         return LayerSpec(mixer, self.ffn, items, linears, tensors, moe, blocks)
@@ -234,7 +232,7 @@ class Qwen3_5:
     @staticmethod
     def moe_block(layer: LayerOps, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h, residual = layer.add_norm(x, residual, layer.tensors["mlp_norm"])
-        weights, experts = layer.route(layer.linear("router", h))
-        shared, gate = layer.linear("down", layer.gated_linear(h)), layer.linear("shared_gate", h)
-        mixed = layer.experts(h, weights, experts, shared, gate)
+        logits = layer.linear("router", h)  # of experts, then of the shared one's gate
+        weights, experts = layer.route(logits[:, :-1])
+        mixed = layer.experts(h, weights, experts, layer.linear("down", layer.gated_linear(h)), logits[:, -1:])
         return layer.add_norm(mixed, residual, layer.following)

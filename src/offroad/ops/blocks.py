@@ -49,9 +49,28 @@ def gated_linear(x: torch.Tensor, layer: LayerOps) -> torch.Tensor:
     return layer.gated_activation(layer.linear("gate_up", x))
 
 
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    layer: LayerOps,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, which are gated mlps, and of a shared one; x [tokens, hidden] ->
+    [tokens, hidden], chosen int64 [tokens, top_k], the others as in `ops.moe.moe_combine`."""
+    moe, bounds, linears = layer.moe, layer.bounds, layer.linears
+    # One name for what each kernel reads: the one before is free again while the next runs.
+    x = bounds["grouped_linear:experts_gate_up"](x, chosen, linears["experts_gate_up"], moe.experts)
+    x = bounds["gated_activation:experts"](x.flatten(0, 1), moe.activation).unflatten(0, chosen.shape)
+    x = bounds["grouped_linear:experts_down"](x, chosen, linears["experts_down"], moe.experts)
+    return bounds["moe_combine"](x, weights, shared, gate)
+
+
 OPS = (
     OpSpec("attention_block", attention_block.__doc__ or "", attention_block, TOLERANCE),
     OpSpec("rope_attention", rope_attention.__doc__ or "", rope_attention, TOLERANCE),
     OpSpec("mlp_block", mlp_block.__doc__ or "", mlp_block, TOLERANCE),
     OpSpec("gated_linear", gated_linear.__doc__ or "", gated_linear, TOLERANCE),
+    OpSpec("experts", experts.__doc__ or "", experts, TOLERANCE),
 )

@@ -128,13 +128,8 @@ class LayerOps:
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, and of a shared one; x [tokens, hidden] -> [tokens, hidden], the
-        others as in `ops.moe.moe_combine`."""
-        moe, bounds, linears = self.moe, self.bounds, self.linears
-        # One name for what each kernel reads: the one before is free again while the next runs.
-        x = bounds["grouped_linear:experts_gate_up"](x, experts, linears["experts_gate_up"], moe.experts)
-        x = bounds["gated_activation:experts"](x.flatten(0, 1), moe.activation).unflatten(0, experts.shape)
-        out = bounds["grouped_linear:experts_down"](x, experts, linears["experts_down"], moe.experts)
-        return bounds["moe_combine"](out, weights, shared, gate)
+        others as in `ops.moe.moe_combine`: by its parts, where the plan has no cell for all of them."""
+        return self.bounds.get("experts", blocks.experts)(x, weights, experts, shared, gate, self)
 
     def gated_linear(self, x: torch.Tensor) -> torch.Tensor:
         """`act(gate) * up` of the linear gate_up, x [tokens, k] -> [tokens, size]: by its parts, where the plan has

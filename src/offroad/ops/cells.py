@@ -159,9 +159,9 @@ def _layer_ops(layer: LayerSpec, block: int) -> Iterator[Needs]:
         scaled = any(tensor.target == "expert_scale" for tensor in layer.tensors)
         yield "route", {"experts": moe.experts, "top_k": moe.top_k}, ("expert_scale",) if scaled else ()
         yield "gated_activation:experts", {"size": moe.size}, (moe.activation,)
-        named = {linear.name: linear for linear in layer.linears}
-        sizes = {"hidden": named["router"].k, "top_k": moe.top_k}
-        yield "moe_combine", sizes, ("shared",) if "shared_gate" in named else ()
+        router = next(linear for linear in layer.linears if linear.name == "router")
+        shared = router.n > moe.experts  # a row more: its gate
+        yield "moe_combine", {"hidden": router.k, "top_k": moe.top_k}, ("shared",) if shared else ()
 
 
 def _sparse_mla(mixer: SparseMlaSpec, block: int) -> Iterator[Needs]:
@@ -236,6 +236,7 @@ def block_groups(spec: ModelSpec, dtype: str, cells: dict[Cell, Choice]) -> Iter
                 yield Group(((Cell(i, op, phase), Problem(op, phase, dtype, parts=found)),))
             yield from _rope_attention(i, phase, cells)
             yield from _gated_linear(i, phase, cells)
+            yield from _experts(i, phase, cells)
 
 
 def _rope_attention(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
@@ -269,6 +270,23 @@ def _gated_linear(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Gro
             parts=tuple(zip(parts, (linear.kernel, activation.kernel), strict=True)),
         )
         yield Group(((Cell(i, "gated_linear", phase), problem),))
+
+
+def _experts(i: int, phase: str, cells: dict[Cell, Choice]) -> Iterator[Group]:
+    """All that a layer's experts do as one op, where the activation between their linears is Triton's: no other kernel
+    could."""
+    parts = "grouped_linear:experts_gate_up", "gated_activation:experts", "grouped_linear:experts_down", "moe_combine"
+    chosen = [cells.get(Cell(i, part, phase)) for part in parts]
+    gate_up, activation, _, combine = chosen
+    if gate_up and activation and combine and activation.kernel.startswith("triton."):
+        problem = replace(
+            gate_up.problem,
+            op="experts",
+            sizes=tuple((dict(gate_up.problem.sizes) | dict(combine.problem.sizes)).items()),
+            features=activation.problem.features | combine.problem.features,
+            parts=tuple((part, choice.kernel) for part, choice in zip(parts, chosen, strict=True) if choice),
+        )
+        yield Group(((Cell(i, "experts", phase), problem),))
 
 
 def _kernel(cells: dict[Cell, Choice], layer: int, shared: int, op: str, phase: str) -> str:

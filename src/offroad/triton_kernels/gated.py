@@ -1,4 +1,5 @@
-"""The entry of the linear with a gated activation behind it in one kernel. Triton is imported by `bind`."""
+"""The entries of linears with a gated activation behind them in one kernel: a layer's own, and that of all that its
+experts do. Triton is imported by `bind`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,14 @@ from offroad.triton_kernels.linear import SHARED_OF, W8A8
 from offroad.triton_kernels.linear_pack import W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
+EXPERTS = {"triton.grouped_w4": W4, "triton.grouped_w8": W8, "triton.grouped_dense": "dense"}
+GATE_UP, DOWN = "grouped_linear:experts_gate_up", "grouped_linear:experts_down"
+EXPERTS_PARTS: dict[str, tuple[str, ...]] = {
+    GATE_UP: tuple(EXPERTS),
+    "gated_activation:experts": ("triton.gated_activation",),
+    DOWN: tuple(EXPERTS),
+    "moe_combine": ("triton.moe_combine",),
+}
 LINEARS = {"triton.linear_w4": W4, "triton.linear_w8": W8, W8A8: W8, "triton.linear_dense": "dense"}
 MOST = 64  # tokens; for more the linear may have other ways, and beside it the activation is small
 # For fewer tokens of 4-bit weights two kernels are faster: half records of gate and of up are shorter runs of memory.
@@ -41,8 +50,29 @@ def _bind(device: DeviceProfile, problem: Problem) -> Bound:
     return partial(gated_linear, on=card_of(device))
 
 
+def _experts_limits(device: DeviceProfile, problem: Problem) -> str | None:
+    parts = dict(problem.parts)
+    for part, accepted in EXPERTS_PARTS.items():
+        if (found := parts.get(part, "")) not in accepted:
+            return f"is for {', '.join(accepted)} as {part}; the plan has {found or 'no kernel'}"
+    size = problem.size("n") // problem.size("experts") // 2
+    return f"needs a multiple of {HALF} outputs of gate and up each, not {size:,}" if size % HALF else None
+
+
+def _experts_shared(device: DeviceProfile, problem: Problem) -> int:
+    parts = dict(problem.parts)
+    return max(SHARED_OF[EXPERTS[parts[part]]] for part in (GATE_UP, DOWN))
+
+
+def _bind_experts(device: DeviceProfile, problem: Problem) -> Bound:
+    from offroad.triton_kernels.linear_grouped import experts
+    from offroad.triton_kernels.linear_run import card_of
+
+    return partial(experts, on=card_of(device))
+
+
 def register(registry: Registry) -> None:
-    """Adds the kernel; the op must be there."""
+    """Adds the kernels; their ops must be there."""
     registry.add(
         TritonKernel(
             "triton.gated_linear",
@@ -53,6 +83,19 @@ def register(registry: Registry) -> None:
             features=frozenset({"bias", "silu", "gelu_tanh"}),
             reason=f"up to {MOST} tokens (dense weights: 16; 4-bit ones: from {LEAST_4_BIT}) by the linear's kernel, "
             "the activation behind its sums; others by the kernels of linear:gate_up and gated_activation",
+            invariant=False,
+            workspace=lambda device, problem: split_bytes(device.units),
+        )
+    )
+    registry.add(
+        TritonKernel(
+            "triton.experts",
+            "experts",
+            _bind_experts,
+            _experts_limits,
+            _experts_shared,
+            features=frozenset({"silu", "gelu_tanh", "shared"}),
+            reason="tokens in blocks by expert once for both linears, the activation behind the sums of the first",
             invariant=False,
             workspace=lambda device, problem: split_bytes(device.units),
         )

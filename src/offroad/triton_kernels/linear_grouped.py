@@ -5,14 +5,18 @@ Nothing here waits for the device, and grids depend on shapes alone, so a step c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from offroad.quant.packed import Packed
 from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
-from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, room, sort_few
+from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, moe_combine, room, sort_few
+
+if TYPE_CHECKING:
+    from offroad.ops.bound import LayerOps
 
 PAIRS = 64  # (token, expert) pairs up to which each is a block of its own: nothing is sorted
 
@@ -54,6 +58,31 @@ def sort_many(experts: torch.Tensor, count: int, size: int) -> tuple[torch.Tenso
     return ids, torch.where(owner < count, owner, -1)
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Pairs in blocks of `size`, with `ids` and `owner` as in `sort`; `rows` are how many a block is expected to have,
+    `expected` how many blocks."""
+
+    ids: torch.Tensor
+    owner: torch.Tensor
+    size: int
+    rows: int
+    expected: int
+
+
+def in_blocks(
+    experts: torch.Tensor, count: int, dtype: torch.dtype, *, invariant: bool = False, size: int | None = None
+) -> Blocks:
+    """What linears of `count` experts read for activations in `dtype`; `size`: None, or of a tile to measure."""
+    pairs = experts.numel()
+    alone = pairs <= PAIRS and not invariant
+    rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
+    size = size or width(rows, dtype)
+    if alone:
+        return Blocks(_alone(pairs, size, experts.device), experts.flatten(), size, rows, pairs)
+    return Blocks(*sort(experts, count, size), size, rows, 1 if invariant else blocks_of(pairs, count, size))
+
+
 def grouped(
     x: torch.Tensor,
     experts: torch.Tensor,
@@ -63,29 +92,50 @@ def grouped(
     invariant: bool = False,
     choice: Tile | None = None,
     on: Card | None = None,
+    blocks: Blocks | None = None,
+    gate: str = "",
 ) -> torch.Tensor:
     """`x w_e^T` for each token's experts; x [tokens, k] or [tokens, top_k, k], experts int64 [tokens, top_k], weight
-    [count * n, k] -> [tokens, top_k, n]. Few pairs are blocks of their own, and each reads its expert's weight; more
-    are sorted by expert, and a block reads it for all of its tokens. `invariant`, `choice`, `on`: as in
-    `linear_run.run`."""
+    [count * n, k] -> [tokens, top_k, n], or with the activation `gate` its halves' `act(gate) * up` [tokens, top_k,
+    n / 2]. Few pairs are blocks of their own, and each reads its expert's weight; more are sorted by expert, and a
+    block reads it for all of its tokens. `blocks`: None, or where another linear of these experts has found them.
+    `invariant`, `choice`, `on`: as in `linear_run.run`."""
     n, pairs, top_k = weight.n // count, experts.numel(), experts.shape[1]
     if weight.perm is not None:
         x = x.index_select(-1, weight.perm)
     x = x.contiguous()
-    y = torch.empty(*experts.shape, n, dtype=x.dtype, device=x.device)
+    outputs = n // 2 if gate else n
+    y = torch.empty(*experts.shape, outputs, dtype=x.dtype, device=x.device)
     if not pairs:
         return y
+    blocks = blocks or in_blocks(experts, count, x.dtype, invariant=invariant, size=choice and choice.m)
     it = stored(weight)
-    alone = pairs <= PAIRS and not invariant
-    rows = INVARIANT_ROWS if invariant else 1 if alone else -(-pairs // count)
-    blocks = 1 if invariant else pairs if alone else blocks_of(pairs, count, width(rows, x.dtype))
-    at = choice or tile(it.kind, n, weight.k, rows, blocks, on or card(x.device), x.dtype, True, it.summed)
+    at = choice or tile(
+        it.kind, n, weight.k, blocks.rows, blocks.expected, on or card(x.device), x.dtype, True, it.summed
+    )
     if invariant:
         at = replace(at, split=1)  # experts are programs enough, and parts of sums of a whole prompt's pairs too many
-    if alone:
-        ids, owner = _alone(pairs, at.m, x.device), experts.flatten()
-    else:
-        ids, owner = sort(experts, count, at.m)
     per_token = top_k if x.ndim == 2 else 1
-    launch(x, it, y.view(pairs, n), weight, at, len(owner), n, ids, owner, per_token)
+    y_rows = y.view(pairs, outputs)
+    launch(x, it, y_rows, weight, at, len(blocks.owner), n, blocks.ids, blocks.owner, per_token, gate)
     return y
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shared: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    layer: LayerOps,
+    *,
+    on: Card,
+) -> torch.Tensor:
+    """The contract of `ops.blocks.experts`: pairs are put in blocks once for both linears, and the activation is behind
+    the sums of the first. Bit for bit what the four parts give."""
+    count, linears = layer.moe.experts, layer.linears
+    blocks = in_blocks(chosen, count, x.dtype) if chosen.numel() else None
+    kind = layer.moe.activation
+    x = grouped(x, chosen, linears["experts_gate_up"], count, on=on, blocks=blocks, gate=kind)
+    x = grouped(x, chosen, linears["experts_down"], count, on=on, blocks=blocks)
+    return moe_combine(x, weights, shared, gate)

@@ -15,9 +15,7 @@ from offroad.weights.safetensors_source import read_json
 from offroad.weights.source import Headers, Stored, TensorHeader, TokenizerFiles
 
 # What quantisers leave alone, whatever their lists say (specs of the families): small, or choosing.
-KEPT = frozenset(
-    {"router", "shared_gate", "ba", "input_gate", "input_projection", "compress", "index", "index_weights"}
-)
+KEPT = frozenset({"router", "ba", "input_gate", "input_projection", "compress", "index", "index_weights"})
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 

@@ -129,6 +129,37 @@ def test_a_gated_linear_is_judged_by_its_parts(factor: float, monkeypatch):
     assert all(result.passed == (factor == 1.0) and result.repeats for result in results)
 
 
+@pytest.mark.parametrize("features", [("silu",), ("silu", "shared")])
+@pytest.mark.parametrize("factor", [1.0, 1.2])
+def test_experts_are_judged_by_their_parts(factor: float, features: tuple, monkeypatch):
+    """More of them than are tried."""
+    registry = default_registry()
+
+    def linear(n: int, k: int) -> Choice:
+        sizes = (("k", k), ("n", 16 * n), ("experts", 16))
+        problem = Problem("grouped_linear", "decode", "float32", sizes=sizes, stored=("f32",))
+        return Choice("torch.reference_grouped_linear", "", problem, "dense")
+
+    gate = Problem("gated_activation", "decode", "float32", sizes=(("size", 24),), features=frozenset({"silu"}))
+    combine = Problem("moe_combine", "decode", "float32", sizes=(("hidden", 64), ("top_k", 3)))
+    combine = replace(combine, features=frozenset(features[1:]))
+    parts = (
+        ("grouped_linear:experts_gate_up", linear(48, 64)),
+        ("gated_activation:experts", Choice("torch.reference_gated_activation", "", gate)),
+        ("grouped_linear:experts_down", linear(64, 24)),
+        ("moe_combine", Choice("torch.reference_moe_combine", "", combine)),
+    )
+    both = SimpleNamespace(
+        name="both", op="experts", reference=False,
+        prepare=lambda device, problem: lambda *args: factor * blocks.experts(*args),
+    )  # fmt: skip
+    monkeypatch.setitem(registry.kernels, "both", both)
+    problem = replace(parts[0][1].problem, op="experts", features=frozenset(features))
+    results = check([Subject("both", problem, "", parts)], registry, CPU)
+    assert [result.shape for result in results] == [f"{tokens} x 3 of 8 experts, 64 by 24" for tokens in (1, 3, 16, 32)]
+    assert all(result.passed == (factor == 1.0) and result.repeats for result in results)
+
+
 @pytest.mark.parametrize("features", [(), ("qk_norm", "output_gate", "mrope"), ("qk_norm", "v_norm", "k_eq_v")])
 @pytest.mark.parametrize("factor", [1.0, 1.2])
 def test_a_rotation_with_attention_behind_it_is_judged_by_its_parts(factor: float, features: tuple, monkeypatch):

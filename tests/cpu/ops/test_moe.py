@@ -129,8 +129,7 @@ def test_the_block_is_transformers(tokens: int, scaled: bool):
 
     shared, experts = reference.shared_expert, reference.experts
     linears = {
-        "router": dense(reference.gate.weight),
-        "shared_gate": dense(reference.shared_expert_gate.weight),
+        "router": dense(reference.gate.weight, reference.shared_expert_gate.weight),
         "gate_up": dense(shared.gate_proj.weight, shared.up_proj.weight),
         "down": dense(shared.down_proj.weight),
         "experts_gate_up": dense(experts.gate_up_proj),

@@ -299,8 +299,7 @@ def test_a_drafter_is_loaded_where_it_belongs(tiny, tmp_path, family: str, apart
     expected["down"] = stacked(f"{mlp}down_proj.weight")
     if family == "qwen3_5_moe":
         expected |= {
-            "router": stacked("mlp.gate.weight"),
-            "shared_gate": stacked("mlp.shared_expert_gate.weight"),
+            "router": stacked("mlp.gate.weight", "mlp.shared_expert_gate.weight"),
             "experts_gate_up": stacked("mlp.experts.gate_up_proj"),
             "experts_down": stacked("mlp.experts.down_proj"),
         }
