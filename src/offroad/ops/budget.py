@@ -255,6 +255,13 @@ def _too_little(wanted: int, room: int, fits: int, taken: int, need: int, worksp
     )
 
 
+def _room(settings: Settings, device: DeviceProfile, left: int, windows: int) -> int:
+    """Bytes for checkpoints and history, of those `left`; what is set for caches holds the windows too."""
+    if settings.kv_cache_memory_bytes:
+        return min(left, settings.kv_cache_memory_bytes - windows)
+    return min(left, CPU_KV_CAP) if device.kind == "cpu" else left
+
+
 def divide(
     spec: ModelSpec,
     device: DeviceProfile,
@@ -282,11 +289,7 @@ def divide(
     window_blocks = _window_blocks(settings, keep, k, block, budget // (_KEPT_WINDOWS * max(window, 1))) if keep else 0
     tables = _table_bytes(spec, wanted + k + 1, slots, block)
     fixed = weights + graphs + workspace.total + tables + slots * slot + window_blocks * window
-    room = budget - fixed
-    limit = settings.kv_cache_memory_bytes or (CPU_KV_CAP if device.kind == "cpu" else room)
-    if settings.kv_cache_memory_bytes:
-        limit -= window_blocks * window
-    room = min(room, limit)
+    room = _room(settings, device, budget - fixed, window_blocks * window)
     places = _checkpoints(spec, settings, each, room)
     room -= places * each
     blocks = room // history if history else settings.max_num_seqs * -(-wanted // block) + 1

@@ -353,10 +353,7 @@ def plan(
         depth=2 if device.kind == "cuda" and drafter is None else 1,  # what drafts do to lengths is known late
         max_len=divided.max_len,
         max_num_seqs=settings.max_num_seqs,
-        keep=bytes_of.window_keep(spec),
-        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, dtypes),
-        window_bytes=bytes_of.window_bytes(spec, dtypes),
-        state_bytes=bytes_of.state_bytes(spec, dtypes, k),
+        **_of_a_sequence(spec, dtypes, k),
         ranks=ranks,
         bound=roofline(spec, packed, device, dtypes, settings.max_num_seqs),
         cells=cells,
@@ -367,6 +364,16 @@ def plan(
         notes=(*notes, *device.notes, *spec.notes, *store_notes, *divided.notes),
     )
     return Plan(**values, fingerprint=_fingerprint(values, spec, headers))
+
+
+def _of_a_sequence(spec: ModelSpec, dtypes: Dtypes, k: int) -> dict[str, int]:
+    """Tokens that windows keep, and bytes of what a sequence has."""
+    return dict(
+        keep=bytes_of.window_keep(spec),
+        kv_bytes_per_token=bytes_of.kv_bytes_per_token(spec, dtypes),
+        window_bytes=bytes_of.window_bytes(spec, dtypes),
+        state_bytes=bytes_of.state_bytes(spec, dtypes, k),
+    )
 
 
 def _fingerprint(values: dict[str, Any], spec: ModelSpec, headers: Headers) -> str:
