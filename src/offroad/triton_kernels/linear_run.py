@@ -224,26 +224,15 @@ def run(
 
 
 def dense(x: torch.Tensor, weight: Packed, *, on: Card | None = None) -> torch.Tensor:
-    """`run` of a dense weight in x's type: few tokens by the kernel, more by torch's GEMM; rows of the result may have
-    room between them."""
+    """`run` of a dense weight in x's type: few tokens by the kernel, more by torch's GEMM."""
     rows, w = x.shape[0], weight.tensors["w"]
     if not 0 < rows <= DENSE_TOKENS or weight.n > DENSE_OUTPUTS or x.dtype == torch.float32 or not w.is_contiguous():
-        return _by_gemm(x, w, weight.bias)
+        return torch.nn.functional.linear(x, w, weight.bias)
     x, it = x.contiguous(), Stored("dense", w)
     y = torch.empty(rows, weight.n, dtype=x.dtype, device=x.device)
     at = tile("dense", weight.n, weight.k, rows, 1, on or card(x.device), x.dtype)
     launch(x, it, y, weight, at, 1, weight.n)
     return y
-
-
-def _by_gemm(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x w^T + bias` with rows that begin at multiples of 16 bytes: else cuBLAS takes a kernel without the fast copies
-    (257 outputs of 8,192 tokens on an H200: 158 us, 256 outputs 19)."""
-    room = -w.shape[0] % (16 // x.element_size())
-    if not room:
-        return torch.nn.functional.linear(x, w, bias)
-    y = torch.empty(x.shape[0], w.shape[0] + room, dtype=x.dtype, device=x.device)[:, : w.shape[0]]
-    return torch.mm(x, w.T, out=y) if bias is None else torch.addmm(bias, x, w.T, out=y)
 
 
 def launch(

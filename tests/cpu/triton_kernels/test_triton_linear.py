@@ -177,20 +177,6 @@ def test_splits_are_nearly_even_and_fill_the_device(programs: int, units: int):
     assert linear_run.splits(programs * 1000, units, 132) == 1
 
 
-@pytest.mark.parametrize(("dtype", "numbers"), [(torch.bfloat16, 8), (torch.float32, 4)])
-@pytest.mark.parametrize("n", [257, 256, 3])
-def test_many_tokens_of_a_dense_weight_have_rows_where_cublas_is_fast(n: int, dtype: torch.dtype, numbers: int):
-    w, bias, x = torch.randn(n, 64) / 8, torch.randn(n), torch.randn(20, 64)
-    weight = Packed("dense", n, 64, {"w": w.to(dtype)})
-    for kept in (None, bias.to(dtype)):
-        found = linear_run.run(x.to(dtype), replace(weight, bias=kept))
-        assert found.shape == (20, n)
-        assert found.stride(0) % numbers == 0
-        assert found.stride(1) == 1
-        expected = torch.nn.functional.linear(x.to(dtype).float(), w.to(dtype).float(), None if kept is None else bias)
-        check(found, expected, "bfloat16" if dtype == torch.bfloat16 else "float32")
-
-
 def test_parts_that_became_dense_stay_dense():
     weight = Packed("dense", 48, 64, {"w": torch.randn(48, 64)}, bias=torch.randn(48))
     x = torch.randn(3, 64)
