@@ -54,7 +54,7 @@ class RequestError(OffroadError):
 
 
 class QueueFull(OffroadError):
-    """More requests wait than `max_waiting`: answered with 429."""
+    """More requests than `max_num_seqs` may run and `max_waiting` may wait: answered with 429."""
 
 
 class EngineDead(OffroadError):

@@ -67,10 +67,11 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queues the sequences of a request. Raises RequestError if it can never run, QueueFull if too many wait."""
         self.validate(request)
-        queued = sum(job.index == 0 for job in self.waiting)
-        if queued >= self.max_waiting:
-            accepted = f"fewer than {self.max_waiting}"
-            raise QueueFull("waiting requests", found=queued, accepted=accepted, next="try again later")
+        # Whoever finds a free slot at the next step does not wait, though it is in the queue until then.
+        room = self.max_waiting + self.config.slots - 1
+        if len(self.requests) >= room:
+            found, accepted = len(self.requests), f"fewer than {room} (max_num_seqs + max_waiting)"
+            raise QueueFull("unfinished requests", found=found, accepted=accepted, next="try again later")
         root = self.cache.root(request.salt)
         jobs = [Job.of(request, i, self.age + i, root, self.config.max_len) for i in range(request.params.n)]
         self.age += len(jobs)

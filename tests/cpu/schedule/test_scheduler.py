@@ -57,10 +57,10 @@ def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers():
 
 
 def test_too_many_waiting_requests_are_refused():
-    sim = Sim(small(), FULL, max_waiting=2)
-    sim.add([1])
-    sim.add([1], n=4)
-    with pytest.raises(QueueFull):
+    sim = Sim(small(slots=3), FULL, max_waiting=2)
+    for n in (1, 4, 1, 1, 1):  # all before a step: three of them will not have waited
+        sim.add([1], n=n)
+    with pytest.raises(QueueFull, match="found: 5; accepted: fewer than 5"):
         sim.add([1])
     sim.run()
     sim.add([1])
