@@ -68,7 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         ]
         for name, ok, accepted in checks:
             if not ok:
-                raise RequestError(name, param=name, found=getattr(self, name), accepted=accepted)
+                found = getattr(self, name)
+                found = list(found) if isinstance(found, tuple) else found
+                raise RequestError(name, param=name, found=found, accepted=accepted)
 
     @property
     def greedy(self) -> bool:

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from offroad.errors import OffroadError
+from offroad.errors import OffroadError, RequestError
 from offroad.serve import chat
 from offroad.serve.errors import anthropic_body, body_of, error_body, json_response
 from offroad.serve.generation import Choice, Generation, Piece
@@ -64,9 +64,15 @@ def routes(service: Service) -> APIRouter:
 
 async def _begin(service: Service, body: MessagesRequest, name: str) -> Generation:
     info, asked = service.client.info, body.chat()
-    made = await asyncio.to_thread(
-        chat.read, service.text, asked, info.vocab, info.max_model_len, service.template_defaults
-    )
+    try:
+        made = await asyncio.to_thread(
+            chat.read, service.text, asked, info.vocab, info.max_model_len, service.template_defaults
+        )
+    except RequestError as error:
+        if error.param != "stop":
+            raise
+        name = "stop_sequences"  # the one field of the sampler that a chat has under another name
+        raise RequestError(name, param=name, found=error.found, accepted=error.accepted) from error
     more = {"salt": "", "continues": False, "reading": made.reading, "guide": made.guide}
     return service.generation([made.prompt], [made.params], name=name, **more)
 

@@ -75,7 +75,7 @@ def read(text: TextLayer, body: ChatRequest, vocab: int, max_model_len: int, def
     """The whole of a chat. Raises RequestError. Takes time: call it from a thread."""
     params = body.sampling(text.generation, vocab)
     prompt, reading = render(text, body, defaults)
-    params = fit(prompt, params, max_model_len, text.generation.get("max_new_tokens"), "messages")
+    params = fit(prompt, params, max_model_len, text.generation.get("max_new_tokens"), "messages", body.limit)
     guide = _guide(text, body, reading)
     if guide is not None and guide.grammar is not None:
         text.vocabulary()  # the engine will be told; here is the thread to find out

@@ -96,10 +96,18 @@ def _add(calls: list[Call], piece: CallPiece) -> CallDelta:
     return CallDelta(piece.index, piece.arguments, piece.name, calls[-1].id)
 
 
-def fit(prompt: Prompt, params: SamplingParams, max_model_len: int, default: int | None, param: str) -> SamplingParams:
+def fit(
+    prompt: Prompt,
+    params: SamplingParams,
+    max_model_len: int,
+    default: int | None,
+    param: str,
+    limit: str = "max_tokens",
+) -> SamplingParams:
     """The parameters with `max_tokens` set: as asked, else `default`, at most the rest of the context.
 
-    Raises RequestError with code context_length_exceeded and both numbers; `param` is the prompt's field.
+    Raises RequestError with code context_length_exceeded and both numbers; `param` is the prompt's field, `limit` the
+    one that asks for tokens.
     """
     used = len(prompt.ids)
     if used == 0:
@@ -110,9 +118,9 @@ def fit(prompt: Prompt, params: SamplingParams, max_model_len: int, default: int
         more = "" if asked is None else f" and {asked} tokens of completion were asked for ({used + asked} in all)"
         raise RequestError(
             f"this model's maximum context length is {max_model_len} tokens, but the prompt has {used}{more}",
-            param="max_tokens" if rest >= 1 else param,
+            param=limit if rest >= 1 else param,
             code="context_length_exceeded",
-            next="shorten the prompt or lower max_tokens",
+            next=f"shorten the prompt or lower {limit}" if rest >= 1 else "shorten the prompt",
         )
     if asked is None:
         asked = min(rest, default or rest)

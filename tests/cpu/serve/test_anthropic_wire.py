@@ -154,6 +154,7 @@ def test_errors(client, scripted):
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"extra_body": {"colour": 1}}, "colour"),
         ({"max_tokens": 9999}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
     ):
         for stream in (False, True):
             with pytest.raises(anthropic.BadRequestError) as refused:

@@ -345,6 +345,8 @@ def test_refusals(client, scripted, stream, more, param):
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**(dict(model="fake", input="abc", stream=stream) | more))
     assert refused.value.body["param"] == param
+    if param == "max_output_tokens":
+        assert "lower max_output_tokens" in refused.value.body["message"]
 
 
 def test_other_errors(client, scripted):

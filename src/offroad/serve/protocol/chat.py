@@ -97,7 +97,15 @@ class ChatRequest(Generation):
                 found=self.max_completion_tokens,
                 accepted=f"the same as max_tokens ({self.max_tokens}), or one of the two alone",
             )
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            name = "max_completion_tokens"
+            raise RequestError(name, param=name, found=self.max_completion_tokens, accepted="1 or more")
         return given.pop() if given else None
+
+    @property
+    def limit(self) -> str:
+        """The field that says how many tokens the answer may have, for errors that name it."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def wanted_logprobs(self) -> int | None:
         if self.top_logprobs and not self.logprobs:

@@ -261,7 +261,7 @@ def named_here() -> Iterator[None]:
         whole = field in ("response_format", "messages", "prompt")
         param = _NAMES[field] + ("" if whole else dot + rest.replace("function.", ""))
         what = param if error.what == error.param else error.what
-        more = {"found": error.found, "accepted": error.accepted, "next": error.next}
+        more = {"found": error.found, "accepted": error.accepted, "next": error.next.replace(field, _NAMES[field])}
         raise type(error)(what, param=param, code=error.code, **more) from error
 
 
