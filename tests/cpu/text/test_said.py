@@ -211,6 +211,18 @@ def test_other_notations():
     assert read("pythonic", python[2]) == (python[2], [])
 
 
+def test_calls_before_a_cut_are_kept():
+    """As a grammar makes them where a call is required: a small model may call until its tokens are used up."""
+    one, other = '{"name": "now", "parameters": {}}', '{"name": "search", "parameters": {"query": "x, ]"}}'
+    for behind in ("", ",", ', {"name": "sea', ', {"name": "search", "parameters": {"query": "y'):
+        parser = make_tool_parser("json", TOOLS)
+        said = [parser.feed(f"[\n{one},\n{other}{behind}"), parser.finish(cut=True)]
+        calls = [(piece.name, json.loads(piece.arguments)) for part in said for piece in part.calls]
+        assert calls == [("now", {}), ("search", {"query": "x, ]"})]
+        assert "".join(part.content for part in said) == behind.removeprefix(",").lstrip()
+        assert parser.complete == 2
+
+
 @pytest.mark.parametrize(
     ("parameter", "text", "value"),
     [

@@ -76,6 +76,33 @@ class JsonListParser(WholeParser):
     def read(self, text: str) -> list[Call] | None:
         return json_calls(text, "parameters") if text.startswith("[") else None
 
+    def finish(self, cut: bool = False) -> Said:
+        said = super().finish(cut)
+        if not cut or not said.content:
+            return said
+        # A list that was cut off cannot be read, but the calls that were said to their end can.
+        calls, rest = _first_calls(self._text.lstrip().removeprefix("["))
+        if not calls:
+            return said
+        self.complete = len(calls)
+        return Said(content=rest, calls=pieces(calls, 0))
+
+
+def _first_calls(entries: str) -> tuple[list[Call], str]:
+    """The whole calls that a list begins with, and what is behind them."""
+    calls, rest = [], entries.lstrip()
+    while rest:
+        try:
+            _, size = first_value(rest)
+        except ValueError:
+            break
+        one = json_calls(rest[:size], "parameters")
+        if one is None:
+            break
+        calls += one
+        rest = rest[size:].lstrip().removeprefix(",").lstrip()
+    return calls, rest
+
 
 class NamedParser:
     """All of the answer is the arguments of one function, as a grammar makes it."""
