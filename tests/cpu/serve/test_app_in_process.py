@@ -65,6 +65,8 @@ REFUSED_CHAT = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_value"),
     ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "invalid_request"),
     ({"structured_outputs": {"json": "no"}}, "structured_outputs.json", "invalid_request"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs", "invalid_grammar"),
+    ({"structured_outputs": {"json": '{"allOf": [{}, {}]}'}}, "structured_outputs", "invalid_grammar"),
     ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "unknown_field"),
     (
         {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from offroad.errors import RequestError
 from offroad.sample.guide import Grammar
+from offroad.sample.schema import not_followed
 from offroad.serve.protocol.extent import check_extent
 from offroad.serve.protocol.fields import Body, Strict, short
 
@@ -81,13 +82,13 @@ def _of_response(response: ResponseFormat) -> list[Grammar]:
         raise RequestError(
             "response_format.json_schema is missing", param="response_format.json_schema", code="missing_field"
         )
-    return [Grammar("json_schema", _text(response.json_schema.schema_ or {}))]
+    return [_followed(response.json_schema.schema_ or {}, "response_format")]
 
 
 def _of_outputs(outputs: StructuredOutputs) -> list[Grammar]:
     found = []
     if outputs.json_ is not None:
-        found.append(Grammar("json_schema", _schema(outputs.json_)))
+        found.append(_followed(_schema(outputs.json_), "structured_outputs"))
     if outputs.json_object:
         found.append(Grammar("json_object"))
     if outputs.regex is not None:
@@ -102,9 +103,9 @@ def _of_outputs(outputs: StructuredOutputs) -> list[Grammar]:
     return found
 
 
-def _schema(given: dict[str, Any] | str) -> str:
+def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
     if isinstance(given, dict):
-        return _text(given)
+        return given
     try:
         schema = msgspec.json.decode(given)
     except (msgspec.DecodeError, RecursionError):
@@ -113,8 +114,18 @@ def _schema(given: dict[str, Any] | str) -> str:
         param = "structured_outputs.json"
         raise RequestError(param, param=param, found=short(given), accepted="a JSON schema, as an object or as text")
     check_extent(schema, "structured_outputs.json")
-    return given
+    return schema
 
 
-def _text(schema: dict[str, Any]) -> str:
-    return msgspec.json.encode(schema).decode()
+def _followed(schema: dict[str, Any], param: str) -> Grammar:
+    """The grammar of a schema. Raises RequestError (`param`): an answer could not be held to all of it."""
+    if (lost := not_followed(schema)) is not None:
+        raise RequestError(
+            f"{param} cannot be used",
+            param=param,
+            code="invalid_grammar",
+            found=lost,
+            accepted="a json_schema that can be followed",
+            next="say it without that keyword, or leave it out and check the answer",
+        )
+    return Grammar("json_schema", msgspec.json.encode(schema).decode())
