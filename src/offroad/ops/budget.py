@@ -244,12 +244,24 @@ def _window_blocks(settings: Settings, keep: int, k: int, block: int, spare: int
     return twice + min(twice, max(chunks, spare)) + 1
 
 
-def _too_little(wanted: int, room: int, fits: int, taken: int, need: int, workspace: Workspace) -> PlanError:
+def _too_heavy(weights: int, budget: int) -> PlanError:
+    """The weights alone are more than there may be: no context is short enough."""
+    return PlanError(
+        "memory for the weights",
+        found=f"{weights:,} bytes",
+        accepted=f"less than {budget:,} bytes, the part of the device's memory that may be used",
+        next="take a checkpoint of fewer bits or a device with more memory, or raise --memory-utilization",
+    )
+
+
+def _too_little(
+    wanted: int, room: int, fits: int, taken: int, budget: int, need: int, workspace: Workspace
+) -> PlanError:
     """`room` bytes hold `fits` tokens, where a context of `wanted` tokens needs `need` bytes."""
     return PlanError(
         f"memory for a context of {wanted} tokens",
-        found=f"{room:,} bytes for {fits} tokens after {taken:,} bytes of weights, windows, states, tables and "
-        f"workspace ({workspace.describe()})",
+        found=f"{room:,} bytes for {fits} tokens: of {budget:,} bytes, {taken:,} are for weights, windows, states, "
+        f"tables and workspace ({workspace.describe()})",
         accepted=f"{need:,} bytes",
         next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
     )
@@ -280,6 +292,8 @@ def divide(
     if settings.max_model_len > spec.max_len:
         raise PlanError("--max-model-len", found=settings.max_model_len, accepted=f"at most the model's {spec.max_len}")
     budget = int(device.memory * settings.memory_utilization)
+    if weights >= budget:
+        raise _too_heavy(weights, budget)
     workspace = workspace_of(spec, device, settings, ITEMSIZE[dtypes.activation], cells)
     history, window = block_bytes(spec, dtypes, block)
     slots = settings.max_num_seqs + 1  # slot 0 is the bin
@@ -296,7 +310,7 @@ def divide(
     fits = max(0, blocks - 2) * block
     if fits < (settings.max_model_len or min(wanted, 256)):
         need = (-(-wanted // block) + 2) * history
-        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, need, workspace)
+        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, budget, need, workspace)
     max_len = min(wanted, fits)
     notes = () if max_len == wanted else (f"context {max_len} of the model's {wanted}: what fits in memory",)
     tables = _table_bytes(spec, max_len + k + 1, slots, block)

@@ -102,6 +102,17 @@ def test_context_larger_than_memory_is_refused_with_both_numbers():
     assert f"{GIB:,} bytes" in str(error.value)
 
 
+def test_weights_that_are_too_large_are_refused_as_such():
+    """No shorter context helps them."""
+    with pytest.raises(PlanError, match="memory for the weights") as error:
+        make("qwen3-8b", cpu(16 * GIB), dtype="bfloat16", max_num_seqs=1)
+    assert f"less than {int(16 * GIB * 0.8):,} bytes" in str(error.value)
+    assert "--max-model-len" not in str(error.value)
+    with pytest.raises(PlanError, match="memory for a context") as error:
+        make("qwen3-8b", cpu(20 * GIB), dtype="bfloat16", max_model_len=40960)
+    assert f"of {int(20 * GIB * 0.8):,} bytes" in str(error.value)
+
+
 def test_the_context_is_fitted_to_memory_when_not_named():
     made = make("qwen3-8b", cpu(48 * GIB), dtype="bfloat16", max_num_seqs=1, kv_cache_memory_bytes=GIB)
     assert 0 < made.max_len < 40960

@@ -44,7 +44,7 @@ def make(model: str, kv: str, ranks: int) -> Plan:
 @pytest.mark.parametrize("model", MODELS)
 def test_its_own_kernels(model: str, kv: str, ranks: int):
     if ranks == 1 and (model, kv) in TOO_LARGE:
-        with pytest.raises(PlanError, match="memory for a context"):
+        with pytest.raises(PlanError, match="memory for (a context|the weights)"):
             make(model, kv, ranks)
         return
     plan = make(model, kv, ranks)

@@ -67,7 +67,7 @@ def test_a_27b_in_4_bits_fits_two_v100_with_177408_tokens(tmp_path):
     assert made.state_bytes == 48 * (48 * 128 * 128 * 4 + 4 * 10_240 * 2) // 2
     assert made.memory.headroom > 0
     assert any("assumed to be compressed-tensors" in note for note in made.notes)
-    with pytest.raises(PlanError, match="memory for a context"):
+    with pytest.raises(PlanError, match="memory for the weights"):
         planned(tmp_path, None, "v100-32gb", kv_cache_dtype="fp8", max_model_len=177408, max_num_seqs=1)
 
 
