@@ -37,6 +37,22 @@ def not_followed(schema: dict[str, Any]) -> str | None:
     return None
 
 
+def with_properties(schema: Any) -> Any:
+    """The schema of a tool's arguments without what stands beside `properties` and would be read in their place: an
+    `anyOf` that says which of them are required would let a call have any arguments at all."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {word: value for word, value in schema.items() if word not in _ALONE or "properties" not in schema}
+    for word, value in kept.items():
+        if word in _MAPS and isinstance(value, dict):
+            kept[word] = {name: with_properties(part) for name, part in value.items()}
+        elif word in _LISTS and isinstance(value, list):
+            kept[word] = [with_properties(part) for part in value]
+        elif word in _PARTS:
+            kept[word] = with_properties(value)
+    return kept
+
+
 def _below(where: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for word, value in schema.items():
         if word in _MAPS and isinstance(value, dict):

@@ -10,6 +10,7 @@ import msgspec
 from offroad.errors import RequestError
 from offroad.sample.guide import Grammar, Guide, Thinking
 from offroad.sample.params import SamplingParams
+from offroad.sample.schema import with_properties
 from offroad.serve.generation import fit
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.completion import CompletionRequest
@@ -230,7 +231,7 @@ def _escapes(text: TextLayer, reading: Reading, param: str) -> tuple[int, ...]:
 
 def _calls_grammar(tools: list[Tool], choice: ToolChoice, several: bool) -> Grammar:
     """JSON: the arguments of the named function, or a list of calls."""
-    schemas = {tool.function.name: tool.function.parameters or _ANY_OBJECT for tool in tools}
+    schemas = {tool.function.name: with_properties(tool.function.parameters or _ANY_OBJECT) for tool in tools}
     if isinstance(choice, NamedChoice):
         return Grammar("json_schema", msgspec.json.encode(schemas[choice.function.name]).decode())
     defs: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offroad.sample.schema import not_followed
+from offroad.sample.schema import not_followed, with_properties
 
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
 A = {"type": "object", "properties": {"a": INTEGER}, "required": ["a"]}
@@ -68,3 +68,16 @@ def test_what_is_no_schema_is_left_to_the_compiler():
         {"items": 0},
     ):
         assert not_followed(schema) is None
+
+
+def test_properties_of_a_tool_are_kept_and_not_what_stands_beside_them():
+    one_of = {"anyOf": [{"required": ["a"]}, {"required": ["anyOf"]}]}
+    properties = {"a": {"type": "array", "items": A | one_of}, "anyOf": {"anyOf": [INTEGER, B | {"allOf": [A]}]}}
+    kept = with_properties({"type": "object", "properties": properties, "$defs": {"x": A | {"$ref": "#"}}} | one_of)
+    assert kept == {
+        "type": "object",
+        "properties": {"a": {"type": "array", "items": A}, "anyOf": {"anyOf": [INTEGER, B]}},
+        "$defs": {"x": A},
+    }
+    for schema in ({"oneOf": [A, B]}, {"type": "object", "additionalProperties": False}, {"properties": []}, {}):
+        assert with_properties(schema) == schema

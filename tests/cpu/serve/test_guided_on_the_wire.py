@@ -99,6 +99,11 @@ def test_a_choice_that_must_be_a_call(client):
     named = ask(client, tools=[PICK, STAY], tool_choice={"type": "function", "function": {"name": "stay"}})
     [call] = named.message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)["side"] in SIDE["enum"]) == ("stay", True)
+    either = PARAMETERS | {"anyOf": [{"required": ["side"]}, {"required": ["else"]}]}  # it would be all that is read
+    turn = {"type": "function", "function": {"name": "turn", "parameters": either}}
+    for choice in ("required", {"type": "function", "function": {"name": "turn"}}):
+        [call] = ask(client, tools=[turn], tool_choice=choice, parallel_tool_calls=False).message.tool_calls
+        assert json.loads(call.function.arguments)["side"] in SIDE["enum"]
 
 
 def test_what_is_no_grammar_is_refused(client):
