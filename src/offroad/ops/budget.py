@@ -263,7 +263,17 @@ def _too_little(
         found=f"{room:,} bytes for {fits} tokens: of {budget:,} bytes, {taken:,} are for weights, windows, states, "
         f"tables and workspace ({workspace.describe()})",
         accepted=f"{need:,} bytes",
-        next="lower --max-model-len or --max-num-seqs, or raise --kv-cache-memory-bytes or --memory-utilization",
+        next="lower --max-model-len or --max-num-seqs, or raise --memory-utilization",
+    )
+
+
+def _too_few_asked(wanted: int, asked: int, fits: int, need: int) -> PlanError:
+    """The same where --kv-cache-memory-bytes are what is short; `need` are all that they would have to be."""
+    return PlanError(
+        f"--kv-cache-memory-bytes for a context of {wanted} tokens",
+        found=f"{asked:,} bytes, which hold {fits} tokens beside windows and checkpoints",
+        accepted=f"{need:,} bytes",
+        next="raise it, or lower --max-model-len or --max-num-seqs",
     )
 
 
@@ -308,29 +318,21 @@ def divide(
     room -= places * each
     blocks = room // history if history else settings.max_num_seqs * -(-wanted // block) + 1
     fits = max(0, blocks - 2) * block
-    if fits < (settings.max_model_len or min(wanted, 256)):
-        need = (-(-wanted // block) + 2) * history
-        raise _too_little(wanted, max(room, 0), fits, fixed + places * each, budget, need, workspace)
+    least = settings.max_model_len or min(wanted, 256)
+    if fits < least:
+        need = (-(-least // block) + 2) * history
+        if settings.kv_cache_memory_bytes and room + places * each < budget - fixed:
+            # Windows and checkpoints are of those bytes too, and an eighth of more is again for checkpoints.
+            beside = window_blocks * window + _checkpoints(spec, settings, each, need * 8 // 7) * each
+            raise _too_few_asked(least, settings.kv_cache_memory_bytes, fits, need + beside)
+        raise _too_little(least, max(room, 0), fits, fixed + places * each, budget, need, workspace)
     max_len = min(wanted, fits)
     notes = () if max_len == wanted else (f"context {max_len} of the model's {wanted}: what fits in memory",)
     tables = _table_bytes(spec, max_len + k + 1, slots, block)
     enough = settings.max_num_seqs * (-(-(max_len + k) // block) + 1) + 1
     blocks = min(blocks, enough)
+    paged = (history, blocks, window, window_blocks)
     memory = Memory(
-        device.memory,
-        budget,
-        weights,
-        workspace.total,
-        tables,
-        history,
-        blocks,
-        window,
-        window_blocks,
-        slot,
-        slots,
-        each,
-        places,
-        graphs,
-        workspace,
+        device.memory, budget, weights, workspace.total, tables, *paged, slot, slots, each, places, graphs, workspace
     )
     return Budget(memory, max_len, notes)

@@ -102,6 +102,21 @@ def test_context_larger_than_memory_is_refused_with_both_numbers():
     assert f"{GIB:,} bytes" in str(error.value)
 
 
+@pytest.mark.parametrize("model", ["gemma3-270m", "qwen3_5-27b"])
+def test_the_bytes_that_a_refusal_asks_for_are_enough(model):
+    """Windows and checkpoints take theirs of --kv-cache-memory-bytes as well."""
+    asked = dict(max_model_len=2048, dtype="float32", max_num_seqs=4, allow_reference=True)
+    with pytest.raises(PlanError, match="--kv-cache-memory-bytes for a context of 2048 tokens") as error:
+        make(model, cpu(512 * GIB), kv_cache_memory_bytes=1000, **asked)
+    enough = int(error.value.accepted.split()[0].replace(",", ""))
+    assert make(model, cpu(512 * GIB), kv_cache_memory_bytes=enough, **asked).max_len == 2048
+
+
+def test_a_context_that_is_not_named_needs_no_more_than_a_short_one():
+    with pytest.raises(PlanError, match="memory for a context of 256 tokens"):
+        make("qwen3-8b", cpu(20 * GIB), dtype="bfloat16", max_num_seqs=4096)
+
+
 def test_weights_that_are_too_large_are_refused_as_such():
     """No shorter context helps them."""
     with pytest.raises(PlanError, match="memory for the weights") as error:
