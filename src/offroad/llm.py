@@ -296,19 +296,22 @@ class _Collector:
         usage.cached_tokens = max(usage.cached_tokens, event.cached)
         self.drafts[event.index] = event.drafts, event.accepted_drafts
         usage.drafts, usage.accepted_drafts = map(sum, zip(*self.drafts, strict=True))
-        ended = event.finish_reason == "stop"
-        delta = self.streams[event.index].push(event.token_ids, ends_with_stop_token=ended)
+        ended, stream = event.finish_reason == "stop", self.streams[event.index]
+        used = stream.tokens_used
+        delta = stream.push(event.token_ids, ends_with_stop_token=ended)
         text = delta.text
-        out.token_ids += event.token_ids
-        usage.completion_tokens += len(event.token_ids)
+        # Tokens after the one that completed a stop string are no part of the answer.
+        took = stream.tokens_used - used if delta.stopped else len(event.token_ids)
+        out.token_ids += event.token_ids[:took]
+        usage.completion_tokens += took
         if out.logprobs is not None and event.logprobs:
-            out.logprobs += event.logprobs
+            out.logprobs += event.logprobs[:took]
         if delta.stopped:
             out.finish_reason, out.stop_reason = "stop", delta.stop_reason
             # The request is aborted once no sibling still runs; a stopped sequence's later tokens are dropped.
             self.stopped_by_text = all(o.finish_reason for o in self.output.outputs)
         elif event.finish_reason:
-            text += self.streams[event.index].finish().text
+            text += stream.finish().text
             out.finish_reason, out.stop_reason, out.error = event.finish_reason, event.stop_reason, event.error
         out.text += text
         self.output.finished = all(o.finish_reason for o in self.output.outputs)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tiny_models import HYBRIDS
 
 from offroad import LLM, SamplingParams
@@ -102,6 +103,25 @@ def test_log_probabilities_are_those_of_plain_steps(tiny, monkeypatch):
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert [token for token, _ in entry.top] == [token for token, _ in other.top]
     assert 0 < drafted.engine.stats().accepted_draft_tokens < drafted.engine.stats().draft_tokens
+
+
+def test_nothing_behind_a_stop_string_is_told(tiny, monkeypatch):
+    folder, _ = tiny("llama")
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, logprobs=1, n=2)
+    ids, plain = prompts()[1], engine(folder, drafts=False)
+    [whole] = plain.generate({"prompt_token_ids": ids}, params)
+    stop = plain.tokenizer.decode(whole.outputs[0].token_ids[8:10])
+    stopped = replace(params, stop=(stop,))
+    [expected] = plain.generate({"prompt_token_ids": ids}, stopped)
+    assert len(expected.outputs[0].token_ids) <= 10
+    monkeypatch.setattr(ngram, "propose", teller(ids + whole.outputs[0].token_ids, wrong_every=7))
+    drafted = engine(folder, drafts=True)
+    [found] = drafted.generate({"prompt_token_ids": ids}, stopped)
+    for out, other in zip(found.outputs, expected.outputs, strict=True):
+        assert (out.token_ids, out.text, out.stop_reason) == (other.token_ids, other.text, other.stop_reason)
+        assert len(out.logprobs) == len(out.token_ids)
+    assert found.usage.completion_tokens == expected.usage.completion_tokens
+    assert drafted.engine.stats().accepted_draft_tokens > 0
 
 
 def teller(whole: list[int], wrong_every: int) -> Callable:
