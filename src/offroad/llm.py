@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -89,6 +90,7 @@ class LLM:
         self.text = ModelText(files, given.chat_template, *parsers)
         self.tokenizer, self.template = self.text.tokenizer, self.text.template
         self._ids = count()
+        self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: events that its stream has not taken
 
     def generate(
         self,
@@ -240,22 +242,27 @@ class LLM:
         return [results[request.id] for request in requests]
 
     def _stream(self, requests: list[Request], texts: list[str | None], continues: bool) -> Iterator[StreamChunk]:
-        """Submits as many as the queue takes, steps the engine, and yields text as it comes."""
+        """Submits as many as the queue takes, steps the engine, and yields text as it comes. Other streams may be open:
+        whoever is asked steps for all."""
         open_requests = {
             r.id: _Collector(r, text, self.tokenizer, continues) for r, text in zip(requests, texts, strict=True)
         }
         waiting = list(reversed(requests))
         for request in requests:
             self.engine.validate(request)
+        inbox: deque[TokenEvent] = deque()
+        self._inboxes |= {request.id: inbox for request in requests}
         sound = True  # a step that failed would only fail again
         try:
             while open_requests:
                 while waiting and self.engine.stats().waiting < self.settings.max_waiting:
                     self.engine.submit(waiting.pop())
                 sound = False
-                events = self.engine.step()
+                if not inbox:
+                    self._step()
                 sound = True
-                for event in events:
+                while inbox:
+                    event = inbox.popleft()
                     if (collector := open_requests.get(event.request_id)) is None:
                         continue  # the end of a request that a stop string has ended before
                     yield collector.take(event)
@@ -264,10 +271,18 @@ class LLM:
                     if collector.output.finished:
                         del open_requests[event.request_id]
         finally:
+            for request in requests:
+                del self._inboxes[request.id]
             for request_id in open_requests:
                 self.engine.abort(request_id)
-            while sound and self.engine.has_work():
+            while sound and not self._inboxes and self.engine.has_work():
                 self.engine.step()
+
+    def _step(self) -> None:
+        """Steps the engine; events wait for the streams whose requests they belong to."""
+        for event in self.engine.step():
+            if (inbox := self._inboxes.get(event.request_id)) is not None:
+                inbox.append(event)
 
 
 class _Collector:

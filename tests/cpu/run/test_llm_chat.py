@@ -43,3 +43,22 @@ def test_variables_reach_the_template(llm, given, end):
 def test_a_variable_given_twice_is_an_error(llm):
     with pytest.raises(TypeError, match="enable_thinking"):
         llm.chat(TALK, ONE, chat_template_kwargs={"enable_thinking": True}, enable_thinking=True)
+
+
+def test_streams_that_are_open_at_the_same_time_tell_all(llm):
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "what", "who")]
+    expected = [llm.chat(talk, params)[0].outputs[0].token_ids for talk in talks]
+
+    def told(chunks) -> list[int]:
+        *_, last = chunks
+        return last.output.outputs[0].token_ids
+
+    first, second, dropped = (llm.stream_chat(talk, params) for talk in talks)
+    next(first), next(second), next(dropped)
+    assert llm.chat(talks[2], params)[0].outputs[0].token_ids == expected[2]
+    dropped.close()
+    assert told(second) == expected[1]
+    assert told(first) == expected[0]
+    assert not llm.engine.has_work()
+    llm.engine.check()
