@@ -20,7 +20,7 @@ from offroad.serve.errors import GenerationFailed, RequestTimeout
 from offroad.serve.metrics import Metrics
 from offroad.serve.text import Prompt, TextLayer
 from offroad.text.answer import AnswerParser, Reading
-from offroad.text.said import CallPiece, together
+from offroad.text.said import CallPiece, Said, together
 
 
 @dataclass
@@ -250,7 +250,11 @@ class Generation:
             choice.finish_reason, choice.stop_reason = "stop", reason
         elif event.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
-        said, text = self._said(choice, texts), "".join(texts)
+        told = self._told(choice, texts)
+        if len(told) < len(texts):  # nor are those after the one that completed the only call
+            ids, logprobs = ids[: len(told)], logprobs[: len(told)]
+            choice.finish_reason, choice.stop_reason = "stop", None
+        said, text = self._said(choice, told), "".join(texts[: len(told)])
         choice.text += text
         choice.token_ids += ids
         choice.logprobs += logprobs
@@ -262,11 +266,11 @@ class Generation:
 
     @staticmethod
     def _heard(choice: Choice, event: TokenEvent) -> tuple[list[str], bool, str | None]:
-        """(the text of an event, token by token while thoughts may come, since their tokens are counted; whether a stop
-        string has ended it, and which)."""
+        """(the text of an event, token by token where tokens are counted, since thoughts may come, or one may complete
+        the only call; whether a stop string has ended it, and which)."""
         stream, ids, ended = choice.stream, event.token_ids, event.finish_reason is not None
-        thinking = choice.parser is not None and choice.parser.thinking
-        texts, rest = [], [[id] for id in ids] if thinking and ids else [ids]
+        counted = choice.parser is not None and (choice.parser.thinking or choice.parser.single)
+        texts, rest = [], [[id] for id in ids] if counted and ids else [ids]
         while True:
             group, *rest = rest
             delta = stream.push(group, ends_with_stop_token=event.finish_reason == "stop" and not rest)
@@ -279,20 +283,29 @@ class Generation:
         return texts, delta.stopped, delta.stop_reason
 
     @staticmethod
-    def _said(choice: Choice, texts: list[str]) -> tuple[str, str, list[CallDelta]]:
-        """(thoughts, content, calls) that `texts` add; whether the answer was to call is known at its end.
-
-        An answer that was cut within a call keeps its reason: only a call that was said to its end is one to follow.
-        """
+    def _told(choice: Choice, texts: list[str]) -> list[Said]:
+        """What each of `texts` says; none behind the one that completes the only call."""
         parser = choice.parser
         if parser is None:
-            choice.content += texts[0]
-            return "", texts[0], []
-        told = []
+            return [Said(content=text) for text in texts]
+        told: list[Said] = []
         for text in texts:
             choice.before_answer += parser.thinking
             told.append(parser.feed(text))
-        said = together(told)
+            if parser.done:
+                break
+        return told
+
+    @staticmethod
+    def _said(choice: Choice, told: list[Said]) -> tuple[str, str, list[CallDelta]]:
+        """(thoughts, content, calls) that are told; whether the answer was to call is known at its end.
+
+        An answer that was cut within a call keeps its reason: only a call that was said to its end is one to follow.
+        """
+        parser, said = choice.parser, together(told)
+        if parser is None:
+            choice.content += said.content
+            return "", said.content, []
         if choice.finish_reason is None and parser.done:
             choice.finish_reason = "stop"
         if choice.finish_reason is not None:

@@ -202,6 +202,22 @@ def test_calls(client, scripted, stream):
     assert (told(one.calls), one.finish) == (CALLS[:1], "tool_calls")
 
 
+@pytest.mark.parametrize("behind", ["", "\n\n", "\nThat was it."])
+def test_tokens_behind_the_only_call_do_not_count(client, scripted, monkeypatch, behind):
+    """As many drafts as were accepted come at once with the token that completes it."""
+    set_up(scripted, XML + XML_NOW + behind)
+    found = set()
+    for pace in (1, 3, 64, 500):
+        monkeypatch.setattr(scripted.stack.engine, "pace", pace)
+        answer = client.chat.completions.create(
+            model="fake", messages=ABC, tools=[SEARCH, NOW], parallel_tool_calls=False
+        )
+        [choice] = answer.choices
+        found.add((answer.usage.completion_tokens, choice.message.content, choice.finish_reason))
+        assert len(choice.message.tool_calls) == 1
+    assert found == {(len(XML.partition("\n</tool_call>")[0]), "Let me look.", "tool_calls")}
+
+
 @both
 def test_a_call_alone_has_no_content(client, scripted, stream):
     set_up(scripted, XML_NOW)
