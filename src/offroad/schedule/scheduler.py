@@ -98,8 +98,8 @@ class Scheduler:
             self._end(job, job.event([], "abort"))
 
     def refuse(self, slot: int, error: str) -> None:
-        """Ends the sequence that runs in a slot, if one does, as one that the request should not have asked for."""
-        for job in [job for job in self.running if job.slot == slot]:
+        """Ends the sequence that has begun in a slot, if one has, as one that the request should not have asked for."""
+        for job in [job for job in self.running if job.slot == slot and job.begun]:
             self._end(job, job.event([], "refused", None, error))
 
     def has_work(self) -> bool:

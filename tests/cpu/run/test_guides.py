@@ -151,6 +151,36 @@ def test_graphs(drafts: bool, tiny):
     assert sum(replays.count.values())
 
 
+def test_a_grammar_that_is_given_up_ends_nobody_else(tiny):
+    """Who got the slot of a sequence that followed it, but has not had a step yet, follows nothing."""
+    folder, _ = tiny("llama")
+    engine = engine_of(folder, max_num_seqs=2, max_num_batched_tokens=2)
+    [short, free, going] = (
+        Request(
+            id=name, prompt_ids=[5, 6], params=SamplingParams(max_tokens=count), seed=3, eos_ids=(EOS,), guide=guide
+        )
+        for name, count, guide in (("short", 1, DIGITS), ("free", 4, None), ("going", 30, DIGITS))
+    )
+    expected = run(engine, [free])["free"].tokens
+    session = Session(engine)
+    session.submit(going)
+    session.submit(short)
+    while not session.answers["short"].ended:
+        session.step()
+    [other] = set(range(1, 3)) - {engine.scheduler.running[0].slot}
+    assert other in engine.guides._by_slot
+    engine.scheduler.max_chunk = 0  # no room for a chunk in the next step
+    session.submit(free)
+    engine.grammars._compiled[DIGITS.grammar][1].slow = True
+    refused = {event.request_id: event.finish_reason for event in engine.step()} | {
+        event.request_id: event.finish_reason for event in engine.scheduler.drain_events()
+    }
+    assert refused == {"going": "refused"}
+    engine.scheduler.max_chunk = 2
+    session.finish()
+    assert session.answers["free"].tokens == expected
+
+
 def test_what_is_no_grammar_is_refused(tiny):
     folder, _ = tiny("llama")
     engine = engine_of(folder)
