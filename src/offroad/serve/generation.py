@@ -20,7 +20,7 @@ from offroad.serve.errors import GenerationFailed, RequestTimeout
 from offroad.serve.metrics import Metrics
 from offroad.serve.text import Prompt, TextLayer
 from offroad.text.answer import AnswerParser, Reading
-from offroad.text.said import CallPiece, Said, together
+from offroad.text.said import CallPiece, Said, runs, together
 
 
 @dataclass
@@ -44,8 +44,8 @@ class CallDelta:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one event adds to choice `index`: `text` as the model said it, and taken apart. `finish_reason` "stop",
-    "length" or "tool_calls" on its last piece."""
+    """What one event adds to choice `index`, or a part of it: `text` as the model said it, and taken apart into what
+    was said in this order. `finish_reason` "stop", "length" or "tool_calls" on its last piece."""
 
     index: int
     text: str
@@ -197,7 +197,7 @@ class Generation:
                 choice = self.choices[index]
                 if choice.finish_reason is not None:
                     continue  # it was ended by a stop string while a sibling still runs
-                if (piece := self._take(index, choice, event)) is not None:
+                for piece in self._take(index, choice, event):
                     yield piece
                 self._abort_if_stopped(event.request_id)
         finally:
@@ -227,7 +227,7 @@ class Generation:
         )
         self._subscription.end(error)
 
-    def _take(self, index: int, choice: Choice, event: TokenEvent) -> Piece | None:
+    def _take(self, index: int, choice: Choice, event: TokenEvent) -> list[Piece]:
         self._clock(choice, len(event.token_ids))
         choice.cached = max(choice.cached, event.cached)
         choice.drafts, choice.accepted_drafts = event.drafts, event.accepted_drafts
@@ -245,32 +245,31 @@ class Generation:
         texts, stopped, reason = self._heard(choice, event)
         # Tokens after the one that completed a stop string are no part of the answer.
         took = choice.stream.tokens_used - used if stopped else len(event.token_ids)
-        ids, logprobs = event.token_ids[:took], (event.logprobs or [])[:took]
         if stopped:
             choice.finish_reason, choice.stop_reason = "stop", reason
         elif event.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
         told = self._told(choice, texts)
         if len(told) < len(texts):  # nor are those after the one that completed the only call
-            ids, logprobs = ids[: len(told)], logprobs[: len(told)]
+            texts, took = texts[: len(told)], len(told)
             choice.finish_reason, choice.stop_reason = "stop", None
-        said, text = self._said(choice, told), "".join(texts[: len(told)])
-        choice.text += text
+        self._end(choice, told)
+        ids, logprobs = event.token_ids[:took], (event.logprobs or [])[:took]
+        choice.text += "".join(texts)
         choice.token_ids += ids
         choice.logprobs += logprobs
         if choice.finish_reason is not None:
             self._metrics.finished(choice.finish_reason, time.perf_counter() - self.began)
-        elif not text and not ids:
-            return None
-        return Piece(index, text, *said, ids, logprobs, choice.finish_reason, choice.stop_reason)
+        elif not ids and not any(texts):
+            return []
+        return self._pieces(index, choice, texts, told, ids, logprobs)
 
     @staticmethod
     def _heard(choice: Choice, event: TokenEvent) -> tuple[list[str], bool, str | None]:
-        """(the text of an event, token by token where tokens are counted, since thoughts may come, or one may complete
-        the only call; whether a stop string has ended it, and which)."""
+        """(the text of an event, token by token where it is taken apart, so that it is no matter how many come at once;
+        whether a stop string has ended it, and which)."""
         stream, ids, ended = choice.stream, event.token_ids, event.finish_reason is not None
-        counted = choice.parser is not None and (choice.parser.thinking or choice.parser.single)
-        texts, rest = [], [[id] for id in ids] if counted and ids else [ids]
+        texts, rest = [], [ids] if choice.parser is None or not ids else [[id] for id in ids]
         while True:
             group, *rest = rest
             delta = stream.push(group, ends_with_stop_token=event.finish_reason == "stop" and not rest)
@@ -297,26 +296,38 @@ class Generation:
         return told
 
     @staticmethod
-    def _said(choice: Choice, told: list[Said]) -> tuple[str, str, list[CallDelta]]:
-        """(thoughts, content, calls) that are told; whether the answer was to call is known at its end.
+    def _end(choice: Choice, told: list[Said]) -> None:
+        """Adds to `told` what is left when an answer has ended; whether it was to call is known then.
 
         An answer that was cut within a call keeps its reason: only a call that was said to its end is one to follow.
         """
-        parser, said = choice.parser, together(told)
-        if parser is None:
-            choice.content += said.content
-            return "", said.content, []
+        if (parser := choice.parser) is None:
+            return
         if choice.finish_reason is None and parser.done:
             choice.finish_reason = "stop"
         if choice.finish_reason is not None:
             cut = choice.finish_reason == "length" or isinstance(choice.stop_reason, str)
-            said = together([said, parser.finish(cut)])
+            told.append(parser.finish(cut))
             if parser.complete and parser.complete == parser.begun:
                 choice.finish_reason = "tool_calls"
-        calls = [_add(choice.calls, piece) for piece in said.calls]
-        choice.reasoning += said.reasoning
-        choice.content += said.content
-        return said.reasoning, said.content, calls
+
+    @staticmethod
+    def _pieces(
+        index: int, choice: Choice, texts: list[str], told: list[Said], ids: list[int], logprobs: list[TokenLogprobs]
+    ) -> list[Piece]:
+        """The pieces of `told`, which are added to the choice: one for each of `texts`, and what is left at the end."""
+        pieces, begin, parts = [], 0, runs(told)
+        for number, run in enumerate(parts, 1):
+            last, said = number == len(parts), together(run)
+            part = slice(begin, None if last else begin + len(run))
+            begin += len(run)
+            calls = [_add(choice.calls, piece) for piece in said.calls]
+            choice.reasoning += said.reasoning
+            choice.content += said.content
+            end = (choice.finish_reason, choice.stop_reason) if last else (None, None)
+            text = "".join(texts[part])
+            pieces.append(Piece(index, text, said.reasoning, said.content, calls, ids[part], logprobs[part], *end))
+        return pieces
 
     def _abort_if_stopped(self, request_id: str) -> None:
         # The engine knows nothing of stop strings; it is told when no sibling runs any more.

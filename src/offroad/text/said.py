@@ -65,6 +65,20 @@ def together(pieces: Iterable[Said]) -> Said:
     )
 
 
+def runs(pieces: Iterable[Said]) -> list[list[Said]]:
+    """Neighbours that are the same as one: within a run thoughts come before content, and content before calls."""
+    found: list[list[Said]] = []
+    last = 0
+    for piece in pieces:
+        kinds = [kind for kind, part in enumerate((piece.reasoning, piece.content, piece.calls)) if part]
+        if not found or (kinds and kinds[0] < last):
+            found.append([])
+            last = 0
+        found[-1].append(piece)
+        last = max([last, *kinds])
+    return found
+
+
 class Margin:
     """Content around calls: blanks beside a call are no part of it."""
 

@@ -193,3 +193,19 @@ def test_counting_and_cutting_into_tokens(client, scripted):
     assert post("/detokenize", tokens=[9999])["error"]["param"] == "tokens"
     assert post("/tokenize", prompt="a", messages=ABC)["error"]["param"] == "prompt"
     assert post("/tokenize", messages=[{"role": "x"}])["error"]["param"].startswith("messages.0")
+
+
+def test_blocks_are_in_order_however_many_tokens_come_at_once(client, scripted, monkeypatch):
+    set_up(scripted, f"I think.</think>\n\nLook.\n{CALL.format(1)}\nAgain:\n{CALL.format(2)}\nDone.", "<think>\n")
+    for pace in (1, 2, *range(11, 39, 3), 500):
+        monkeypatch.setattr(scripted.stack.engine, "pace", pace)
+        answer = ask(client, True, tools=[TOOL])
+        said = [(block.type, getattr(block, "text", None) or getattr(block, "input", None)) for block in answer.content]
+        assert said == [
+            ("thinking", None),
+            ("text", "Look."),
+            ("tool_use", {"n": 1}),
+            ("text", "Again:"),
+            ("tool_use", {"n": 2}),
+            ("text", "Done."),
+        ], pace

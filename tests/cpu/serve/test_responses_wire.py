@@ -159,6 +159,20 @@ def test_thoughts_and_calls(client, scripted, stream):
 
 
 @both
+def test_items_are_in_order_however_many_tokens_come_at_once(client, scripted, stream, monkeypatch):
+    set_up(scripted, f"I think.</think>{XML}And now:\n{XML_NOW}\nDone.", THINKING)
+    for pace in (1, 2, *range(11, 39, 3), 500):
+        monkeypatch.setattr(scripted.stack.engine, "pace", pace)
+        answer = ask(client, stream, tools=[SEARCH, NOW])
+        said = [
+            (item.name, json.loads(item.arguments)) if item.type == "function_call" else item.content[0].text
+            for item in answer.output
+        ]
+        search, now = ("search", {"query": "a < b", "limit": 7}), ("now", {})
+        assert said == ["I think.", "Let me look.", search, "And now:", now, "Done."], pace
+
+
+@both
 def test_a_call_that_is_cut_off_is_incomplete(client, scripted, stream):
     set_up(scripted, XML.removeprefix("Let me look.\n"))
     answer = ask(client, stream, tools=[SEARCH], max_output_tokens=56)

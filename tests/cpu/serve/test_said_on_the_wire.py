@@ -218,6 +218,16 @@ def test_tokens_behind_the_only_call_do_not_count(client, scripted, monkeypatch,
     assert found == {(len(XML.partition("\n</tool_call>")[0]), "Let me look.", "tool_calls")}
 
 
+def test_thoughts_amid_an_answer_count_however_many_tokens_come_at_once(client, scripted, monkeypatch):
+    set_up(scripted, "why.</think>Look: <think>more</think>so", Notation(DSML_THINK, "deepseek_v4", READS), "<think>")
+    counts = set()
+    for pace in (1, 5, 14, 500):
+        monkeypatch.setattr(scripted.stack.engine, "pace", pace)
+        usage = client.chat.completions.create(model="fake", messages=ABC).usage
+        counts.add(usage.completion_tokens_details.reasoning_tokens)
+    assert len(counts) == 1
+
+
 @both
 def test_a_call_alone_has_no_content(client, scripted, stream):
     set_up(scripted, XML_NOW)
