@@ -207,11 +207,12 @@ class EngineClient:
         """Sends all of the requests or, raising NotReady, EngineDead or QueueFull, none of them."""
         self.require_ready(len(requests))
         subscription = Subscription(self, requests)
-        for request in requests:
+        frames = [pack(Submit(request)) for request in requests]  # one that cannot be sent is not counted
+        for request, frame in zip(requests, frames, strict=True):
             assert request.id not in self._open, request.id
             self._open[request.id] = subscription
             self.watch.submitted(request)
-            self._send(Submit(request))
+            self._write(frame)
         self._idle.clear()
         return subscription
 
@@ -304,9 +305,12 @@ class EngineClient:
             self._worker.kill()
 
     def _send(self, command: Command) -> None:
+        self._write(pack(command))
+
+    def _write(self, frame: bytes) -> None:
         # Never waits: what the socket does not take is kept by the transport.
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(command))
+            self._writer.write(frame)
 
     async def _read(self, reader: asyncio.StreamReader, progress: Callable[[str, float, str], None]) -> None:
         try:

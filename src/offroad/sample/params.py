@@ -7,6 +7,7 @@ import msgspec
 from offroad.errors import RequestError
 
 MAX_LOGPROBS = 20
+_MOST = 2**31 - 1  # of numbers that travel to the engine, and are added to there
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +49,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ("n", 1 <= self.n <= 128, "1 to 128"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "0 to 100"),
             ("top_p", 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
-            ("top_k", self.top_k >= 0, "0 or -1 (off), or 1 and more"),
+            ("top_k", 0 <= self.top_k <= _MOST, f"0 or -1 (off), or 1 to {_MOST}"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "0 to 1"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "-2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "-2 to 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "more than 0"),
             ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"),
-            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "0 to max_tokens"),
+            ("min_tokens", 0 <= self.min_tokens <= min(self.max_tokens or _MOST, _MOST), "0 to max_tokens"),
             ("stop", len(self.stop) <= 16 and all(self.stop), "up to 16 strings that are not empty"),
             ("stop_token_ids", all(isinstance(t, int) for t in self.stop_token_ids), "token ids"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),

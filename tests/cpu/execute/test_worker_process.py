@@ -203,6 +203,20 @@ def test_capacity_is_known_at_once_and_comes_back():
     asyncio.run(main())
 
 
+def test_what_cannot_be_sent_is_not_counted():
+    async def main():
+        client = await ready(EngineClient(settings(max_num_seqs=1, max_waiting=1), launch=in_thread(FakeEngine)))
+        sound = request("a", max_tokens=3)
+        for _ in range(3):
+            with pytest.raises(OverflowError):
+                client.submit([sound, Request(id="b", prompt_ids=[2**64], params=sound.params)])
+            assert client.unfinished == 0
+        assert await tokens(client, sound) == list(b"abc")
+        await client.close()
+
+    asyncio.run(main())
+
+
 def test_drain_waits_then_ends_what_is_left():
     async def main() -> None:
         client = await ready(EngineClient(settings(), launch=in_thread(FakeEngine)))

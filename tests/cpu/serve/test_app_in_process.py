@@ -74,6 +74,8 @@ REFUSED_CHAT = [
         "invalid_request",
     ),
     ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens", "invalid_request"),
+    ({"top_k": 10**30}, "top_k", "invalid_request"),
+    ({"min_tokens": 10**30}, "min_tokens", "invalid_request"),
     ({"guided_json": {}}, "guided_json", "unsupported_field"),
     ({"guided_regex": "a"}, "guided_regex", "unsupported_field"),
     ({"enable_thinking": True}, "enable_thinking", "unsupported_field"),  # the model does not think
