@@ -18,7 +18,7 @@ from msgspec import structs
 from offroad.cache.spec import CacheConfig
 from offroad.device.probe import resolve_device, runnable
 from offroad.device.profile import DeviceProfile
-from offroad.errors import PlanError, RequestError
+from offroad.errors import EngineDead, PlanError, RequestError
 from offroad.execute.messages import EngineInfo
 from offroad.models.registry import Resolved
 from offroad.models.spec import AttentionSpec
@@ -129,6 +129,7 @@ class Engine:
         self._shares_keys = any(isinstance(mixer, AttentionSpec) and not mixer.own_kv for mixer in mixers)
         self.scheduler = self._scheduler()
         self.in_flight: deque[Step] = deque()
+        self._broken = False  # a step has failed, or was interrupted: what the device did of it is not known
         self.source_tokenizer: TokenizerFiles = source.tokenizer()
         self.info = self._info(time.perf_counter() - began, resolved.spec.vocab)
         warm.begin(self.runner)
@@ -228,8 +229,13 @@ class Engine:
         return bool(self.in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[TokenEvent]:
-        """Launches a step if one can be built, and commits the oldest once `depth` are in flight."""
-        began = time.perf_counter()
+        """Launches a step if one can be built, and commits the oldest once `depth` are in flight. Raises EngineDead
+        behind a step that has not come to its end."""
+        if self._broken:
+            raise EngineDead(
+                "the engine has ended", found="a step that failed or was interrupted", next="load it again"
+            )
+        began, self._broken = time.perf_counter(), True
         step = self.scheduler.build()
         if step is not None:
             self.runner.launch(step)
@@ -241,6 +247,7 @@ class Engine:
         for slot in self.guides.given_up():
             self.scheduler.refuse(slot, TOO_SLOW)
         self.scheduler.seconds += time.perf_counter() - began
+        self._broken = False
         return events
 
     def stats(self) -> Stats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offroad import LLM, SamplingParams
+from offroad.errors import EngineDead
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ '(' + m.reasoning_content + ')' if m.reasoning_content }}{{ m.content }}"
@@ -62,3 +63,23 @@ def test_streams_that_are_open_at_the_same_time_tell_all(llm):
     assert told(first) == expected[0]
     assert not llm.engine.has_work()
     llm.engine.check()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.timeout(60)
+def test_an_interrupted_step_is_told_to_whoever_asks_next(tiny, monkeypatch, error):
+    llm = LLM(str(tiny("qwen2")[0]), device="cpu")
+    llm.chat(TALK, ONE)
+    launch, steps = llm.engine.runner.launch, []
+
+    def interrupted(step) -> None:
+        steps.append(step)
+        if len(steps) == 2:
+            raise error
+        launch(step)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", interrupted)
+    with pytest.raises(error):
+        llm.chat(TALK, SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    with pytest.raises(EngineDead, match="interrupted"):
+        llm.chat(TALK, ONE)
