@@ -116,6 +116,9 @@ class Settings:
                 raise SettingsError(
                     f"config file {config}", found=str(error), accepted="a readable TOML file"
                 ) from error
+            known = [field.name for field in dataclasses.fields(cls)]
+            if unknown := [name for name in values if name.replace("-", "_") not in known]:
+                raise SettingsError(f"config file {config}", found=", ".join(unknown), accepted=", ".join(known))
         values |= {name: value for name, value in flags.items() if value is not None}
         return cls.of(**{name.replace("-", "_"): value for name, value in values.items()})
 

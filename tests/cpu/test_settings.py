@@ -55,7 +55,7 @@ def test_settings_cannot_be_changed_afterwards():
 def test_a_bad_file_is_refused(tmp_path, text: str):
     path = tmp_path / "bad.toml"
     path.write_text(text)
-    with pytest.raises(SettingsError):
+    with pytest.raises(SettingsError, match=r"bad\.toml"):
         Settings.resolve({"model": "a"}, path)
 
 

@@ -147,12 +147,14 @@ class Generation:
         reading: Reading | None = None,
         guide: Guide | None = None,
         timeout: float = 0.0,
+        silent: bool = False,
     ) -> None:
         """`reading` says how answers are taken apart (None: they are content as they are), `guide` what they may be.
+        `silent`: answers have no tokens, whatever the engine draws.
 
         After `timeout` seconds (0: never) what still runs is aborted, and `pieces` raises RequestTimeout.
         """
-        self.prompts, self.params, self._metrics = prompts, params[0], metrics
+        self.prompts, self.params, self._metrics, self._silent = prompts, params[0], metrics, silent
         n = self.params.n
         self.choices = [
             Choice(
@@ -241,6 +243,9 @@ class Generation:
             if event.finish_reason == "refused":
                 raise RequestError("the request was ended", code="request_refused", found=event.error)
             raise GenerationFailed("the engine has failed on this request", found=event.error)
+        if self._silent:
+            none = {"token_ids": [], "logprobs": None, "stop_reason": None}
+            event = msgspec.structs.replace(event, finish_reason="length", **none)
         used = choice.stream.tokens_used
         texts, stopped, reason = self._heard(choice, event)
         # Tokens after the one that completed a stop string are no part of the answer.

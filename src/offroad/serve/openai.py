@@ -142,7 +142,7 @@ async def _completions(service: Service, body: CompletionRequest) -> tuple[Gener
         ids=bool(body.return_token_ids),
     )
     guide = await asyncio.to_thread(plain_guide, text, body)
-    more = {"salt": body.cache_salt or "", "continues": True, "guide": guide}
+    more = {"salt": body.cache_salt or "", "continues": True, "guide": guide, "silent": body.prompts_alone}
     return service.generation(prompts, params, name=name, **more), shape
 
 

@@ -169,6 +169,8 @@ REFUSED_COMPLETION = [
     ({"prompt": {"text": "x"}}, "prompt", "invalid_value"),
     ({"logprobs": 21}, "logprobs", "invalid_request"),
     ({"echo": True, "logprobs": 1, "stream": True}, "logprobs", "invalid_request"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_request"),
+    ({"echo": True, "max_tokens": -1}, "max_tokens", "invalid_request"),
     ({"messages": ABC}, "messages", "unknown_field"),
     ({"prompt": "x" * 500}, "max_tokens", "context_length_exceeded"),
 ]

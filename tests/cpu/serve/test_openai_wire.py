@@ -154,6 +154,21 @@ def test_echo_with_logprobs(client):
     assert not hasattr(choice, "prompt_logprobs")  # which nobody asked for
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_echo_of_prompts_alone(client, n: int):
+    """Scores of a text, as evaluations ask for them: nothing is generated."""
+    wanted = dict(model="fake", prompt=["abc", "x"], max_tokens=0, echo=True, n=n)
+    answer = client.completions.create(**wanted, logprobs=1)
+    assert [choice.text for choice in answer.choices] == ["abc"] * n + ["x"] * n
+    assert [choice.logprobs.token_logprobs for choice in answer.choices] == [[None, -98.0, -99.0]] * n + [[None]] * n
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 0)
+    chunks = list(client.completions.create(**wanted, stream=True))
+    texts = ["".join(c.text for chunk in chunks for c in chunk.choices if c.index == i) for i in range(2 * n)]
+    assert texts == ["abc"] * n + ["x"] * n
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices].count("length") == 2 * n
+
+
 @pytest.mark.parametrize(
     ("prompt", "texts"),
     [

@@ -23,7 +23,13 @@ class CompletionRequest(Generation):
     logprobs: int | None = None
 
     def max_new_tokens(self) -> int | None:
-        return 16 if self.max_tokens is None else self.max_tokens
+        return 16 if self.max_tokens is None else 1 if self.prompts_alone else self.max_tokens
+
+    @property
+    def prompts_alone(self) -> bool:
+        """Whether echoed prompts, and what is asked of them, are all of the answer. The engine draws a token, which is
+        not told."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
