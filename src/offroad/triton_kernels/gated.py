@@ -8,7 +8,7 @@ from functools import partial
 from offroad.device.profile import DeviceProfile
 from offroad.ops.spec import Bound, Problem, Registry
 from offroad.triton_kernels.kernel import TritonKernel
-from offroad.triton_kernels.linear import SHARED_OF, W8A8
+from offroad.triton_kernels.linear import SHARED_OF, SORTED, W8A8
 from offroad.triton_kernels.linear_pack import W4, W8
 from offroad.triton_kernels.memory import split_bytes
 
@@ -95,7 +95,7 @@ def register(registry: Registry) -> None:
             _experts_limits,
             _experts_shared,
             features=frozenset({"silu", "gelu_tanh", "shared"}),
-            reason="tokens in blocks by expert once for both linears, the activation behind the sums of the first",
+            reason=f"the activation behind the first linear's sums, and once for both linears: {SORTED}",
             invariant=False,
             workspace=lambda device, problem: split_bytes(device.units),
         )

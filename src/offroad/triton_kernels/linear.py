@@ -26,6 +26,8 @@ REASON = {
     W8: "8-bit weights widened in registers, products in the activations' type",
     "dense": "Triton kernel, each expert's weights once for all of its tokens",
 }
+PAIRS_AT_ONCE = 4096  # of tokens and experts, that one launch puts in blocks, those that are not there included
+SORTED = f"blocks of tokens by expert by one launch, of more than {PAIRS_AT_ONCE:,} pairs of the two by torch's sort"
 W8A8 = "triton.linear_w8a8"
 ASKED = f"rounds activations to e4m3, which the other kernels do not: --kernel linear@fp8={W8A8} asks for it"
 OLDEST = {"torch": (2, 10), "cuda": (12, 9)}  # that multiply blocks of e4m3 by cuBLASLt
@@ -220,7 +222,7 @@ def _experts(layout: str, name: str) -> TritonKernel:
         limits_of(layout),
         _shared(layout),
         layout=layout,
-        reason=REASON[layout],
+        reason=f"{REASON[layout]}; {SORTED}",
         workspace=_grouped_workspace,
     )
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from offroad.quant.packed import Packed
+from offroad.triton_kernels.linear import PAIRS_AT_ONCE
 from offroad.triton_kernels.linear_run import INVARIANT_ROWS, Card, Tile, card, launch, stored, tile, width
-from offroad.triton_kernels.route_jit import PAIRS_AT_ONCE, moe_combine, room, sort_few
+from offroad.triton_kernels.route_jit import moe_combine, room, sort_few
 
 if TYPE_CHECKING:
     from offroad.ops.bound import LayerOps

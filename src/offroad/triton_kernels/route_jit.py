@@ -11,8 +11,8 @@ import triton.language as tl
 
 from offroad.triton_kernels.compile import Variant
 from offroad.triton_kernels.dependent import launching, take_turn
+from offroad.triton_kernels.linear import PAIRS_AT_ONCE
 
-PAIRS_AT_ONCE = 4096  # that a program reads to find its block, those that are not there (`room`) included
 COLUMNS = 512  # of a program that adds up a token's experts
 
 
