@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from offroad.errors import OffroadError, RequestError
+from offroad.errors import OffroadError
 from offroad.serve import chat
 from offroad.serve.errors import anthropic_body, body_of, error_body, json_response
 from offroad.serve.generation import Choice, Generation, Piece
@@ -22,6 +22,7 @@ from offroad.serve.openai import CLIENT_GONE, check_model, streamed
 from offroad.serve.protocol.anthropic import CountRequest, MessagesRequest
 from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
+from offroad.serve.protocol.shared import renamed
 from offroad.serve.service import Service
 from offroad.serve.stream import PING_SECONDS, Ahead, Disconnected, read_body, while_connected
 
@@ -64,15 +65,10 @@ def routes(service: Service) -> APIRouter:
 
 async def _begin(service: Service, body: MessagesRequest, name: str) -> Generation:
     info, asked = service.client.info, body.chat()
-    try:
+    with renamed({"stop": "stop_sequences"}):  # the one field of the sampler that a chat has under another name
         made = await asyncio.to_thread(
             chat.read, service.text, asked, info.vocab, info.max_model_len, service.template_defaults
         )
-    except RequestError as error:
-        if error.param != "stop":
-            raise
-        name = "stop_sequences"  # the one field of the sampler that a chat has under another name
-        raise RequestError(name, param=name, found=error.found, accepted=error.accepted) from error
     more = {"salt": "", "continues": False, "reading": made.reading, "guide": made.guide}
     return service.generation([made.prompt], [made.params], name=name, **more)
 

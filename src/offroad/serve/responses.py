@@ -21,7 +21,8 @@ from offroad.serve.generation import CallDelta, Generation, Piece
 from offroad.serve.openai import CLIENT_GONE, check_model, streamed
 from offroad.serve.protocol.openapi import takes
 from offroad.serve.protocol.parse import parse
-from offroad.serve.protocol.responses import ResponsesRequest, named_here
+from offroad.serve.protocol.responses import NAMES, ResponsesRequest
+from offroad.serve.protocol.shared import renamed
 from offroad.serve.service import Service
 from offroad.serve.stream import PING, PING_SECONDS, Ahead, Disconnected, read_body, while_connected
 
@@ -40,7 +41,7 @@ def routes(service: Service) -> APIRouter:
         check_model(service, body.model)
         answer = Answer(service.name, body)
         try:
-            with named_here():
+            with renamed(NAMES):
                 generation = await while_connected(request.receive, _begin(service, body, answer.id))
                 if body.stream:
                     return await streamed(request, generation, lambda pieces: answer.frames(pieces, generation))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from offroad.errors import RequestError
 from offroad.serve.protocol.chat import ChatRequest
 from offroad.serve.protocol.parse import parse
-from offroad.serve.protocol.responses import ResponsesRequest, named_here
+from offroad.serve.protocol.responses import NAMES, ResponsesRequest
+from offroad.serve.protocol.shared import renamed
 
 LEAF = st.none() | st.booleans() | st.integers(-3, 9) | st.floats(allow_nan=False) | st.sampled_from(["", "a", "auto"])
 ANY = st.recursive(
@@ -54,7 +55,7 @@ BODY = st.fixed_dictionaries(
 
 @given(BODY)
 def test_any_body(body):
-    with contextlib.suppress(RequestError), named_here():
+    with contextlib.suppress(RequestError), renamed(NAMES):
         asked = parse(json.dumps(body).encode(), ResponsesRequest)
         chat = asked.chat()
         assert isinstance(chat, ChatRequest)

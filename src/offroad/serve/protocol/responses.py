@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -15,7 +13,7 @@ from offroad.serve.protocol.parse import validated
 from offroad.serve.protocol.shared import StreamOptions
 
 # Fields that a chat has under another name, for errors that name them.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -112,7 +110,7 @@ class Reasoning(Strict):
 
 
 class Format(Strict):
-    """`strict` and `description` are accepted with any value: an answer always follows the schema."""
+    """`strict` and `description` are accepted with any value, as in a chat: `structured.JsonSchema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -247,22 +245,6 @@ def _said(made: list[dict[str, Any]], item: MessageItem | CallItem | ReasoningIt
     else:
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         last.setdefault("tool_calls", []).append(call)
-
-
-@contextmanager
-def named_here() -> Iterator[None]:
-    """Errors that a chat's fields raise, with the names that those have in a response."""
-    try:
-        yield
-    except RequestError as error:
-        field, dot, rest = (error.param or "").partition(".")
-        if field not in _NAMES:
-            raise
-        whole = field in ("response_format", "messages", "prompt")
-        param = _NAMES[field] + ("" if whole else dot + rest.replace("function.", ""))
-        what = param if error.what == error.param else error.what
-        more = {"found": error.found, "accepted": error.accepted, "next": error.next.replace(field, _NAMES[field])}
-        raise type(error)(what, param=param, code=error.code, **more) from error
 
 
 def _prepared(item: Any, param: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from offroad.errors import RequestError
@@ -104,3 +106,19 @@ def token(param: str, id: int | str, vocab: int) -> int:
     if not 0 <= number < vocab:
         raise RequestError(param, param=param, found=id, accepted=f"token ids 0 to {vocab - 1}")
     return number
+
+
+@contextmanager
+def renamed(names: dict[str, str]) -> Iterator[None]:
+    """Errors that a chat's fields raise, with the `names` that those have in another API's request."""
+    try:
+        yield
+    except RequestError as error:
+        field, dot, rest = (error.param or "").partition(".")
+        if field not in names:
+            raise
+        whole = field in ("response_format", "messages", "prompt")
+        param = names[field] + ("" if whole else dot + rest.replace("function.", ""))
+        what = param if error.what == error.param else error.what
+        more = {"found": error.found, "accepted": error.accepted, "next": error.next.replace(field, names[field])}
+        raise type(error)(what, param=param, code=error.code, **more) from error

@@ -16,7 +16,7 @@ from offroad.serve.protocol.fields import Body, Strict, short
 
 
 class JsonSchema(Strict):
-    """`strict` is accepted with any value: an answer always follows the schema."""
+    """`strict` is accepted with any value: an answer follows the schema, as far as docs/api.md says."""
 
     name: str
     description: str | None = None
