@@ -72,7 +72,7 @@ def _lost(schema: dict[str, Any]) -> str | None:
     beside = [word for word in _ASKING if word in schema] if alone else []
     if len(alone) + len(beside) > 1:
         return f"{(beside + alone)[0]} beside {alone[-1]}"
-    if _count(schema.get("allOf")) > 1:
+    if isinstance(several := schema.get("allOf"), list) and len(several) > 1:
         return "allOf of several schemas"
     if isinstance(ref := schema.get("$ref"), str) and ref != "#" and not ref.startswith("#/"):
         return "a $ref to another document"
@@ -96,7 +96,3 @@ def _lost_of_kind(schema: dict[str, Any]) -> str | None:
     if "multipleOf" in schema and "number" in (kinds if isinstance(kinds, list) else [kinds]):
         return "multipleOf of a number"
     return None
-
-
-def _count(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0

@@ -95,14 +95,9 @@ class AnswerParser:
         return self._reasoning is not None and self._reasoning.begun
 
     @property
-    def single(self) -> bool:
-        """Whether one call is all that will be told."""
-        return not self._several and self._tools is not None
-
-    @property
     def done(self) -> bool:
         """Whether nothing more will be told: one call was asked for and is complete."""
-        return self.single and self._tools is not None and self._tools.complete >= 1
+        return not self._several and self._tools is not None and self._tools.complete >= 1
 
     def feed(self, text: str) -> Said:
         said = Said(content=text) if self._reasoning is None else self._reasoning.feed(text)
