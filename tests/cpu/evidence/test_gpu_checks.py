@@ -47,6 +47,18 @@ def test_outcomes_are_those_of_the_commands(checks, tmp_path: Path):
     assert (found["for other GPUs"].code, found["names nothing"].code) == (0, 5)
 
 
+def test_what_looks_at_free_memory_runs_before_the_others_alone(checks, tmp_path: Path, monkeypatch):
+    assert {check.name for check in checks.all_checks(None)} >= checks.ALONE
+    monkeypatch.setattr(checks, "ALONE", {"second"})
+    text = "import time; print(time.monotonic()); time.sleep(0.3); print(time.monotonic())"
+    made = [checks.Check(name, (python(text),)) for name in ("first", "second", "third")]
+    told = []
+    checks.run_all(made, tmp_path, 3, 60.0, told.append)
+    assert told[0].name == "second"
+    (_, ended), *others = ([float(x) for x in (tmp_path / f"{one.name}.txt").read_text().split()] for one in told)
+    assert all(ended < began for began, _ in others)
+
+
 def test_what_is_not_over_is_ended_with_what_it_has_started(checks, tmp_path: Path):
     child = f"import subprocess, sys; subprocess.run({python('import time; time.sleep(60)')!r})"
     text = f"import subprocess, sys; p = subprocess.Popen({python(child)!r}); print(p.pid, flush=True); p.wait()"
